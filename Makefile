@@ -1,0 +1,42 @@
+# `make help` lists the targets. Everything runs in .venv, made from constraints.txt on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TEST_ARGS ?=
+
+.PHONY: help setup train compare test test-slow check gpu-check tensorboard
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv with the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: setup  ## train the default model on the standard library's source text
+	$(BIN)/python train.py
+
+compare: setup  ## the classic strategies as one sweep, with a table at the end
+	$(BIN)/python train.py -m name=compare 'experiment=glob(*)'
+
+test: setup  ## the quick tests
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 $(TEST_ARGS)
+
+test-slow: setup  ## the tests that `make test` leaves out and that need no GPU
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 $(TEST_ARGS)
+
+check: setup  ## lint, format, types, import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+gpu-check: setup  ## on a machine with a CUDA GPU: measured against predicted
+	$(BIN)/python benchmarks/gpu_check.py
+	$(BIN)/python -m pytest -m gpu $(TEST_ARGS)
+
+tensorboard: setup  ## review all runs
+	$(BIN)/tensorboard --logdir outputs

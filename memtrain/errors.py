@@ -1,0 +1,17 @@
+"""What a user can have done wrong, and the exit code of each way to end. `docs/exit-codes.md` lists them."""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_OUT_OF_MEMORY = 3
+EXIT_NOT_FINITE = 4
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class UserError(ValueError):
+    """Something the user chose or supplied cannot work: one line with what, where and the remedy."""
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
