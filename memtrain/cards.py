@@ -1,0 +1,79 @@
+"""A GPU's data sheet: what `conf/gpu/*.yaml` holds, readable without Hydra."""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from memtrain.units import MIB
+
+CARDS_DIR = Path(__file__).resolve().parent.parent / "conf" / "gpu"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU as its vendor describes it. TFLOPS are dense (no sparsity); 0 means the card cannot."""
+
+    name: str
+    memory_mib: int
+    """What the driver reports as total memory."""
+    bandwidth_gb_s: float
+    fp32_tflops: float
+    tf32_tflops: float
+    fp16_tflops: float
+    bf16_tflops: float
+    fp8_tflops: float
+    link_gb_s: float
+    """Host link, one direction, of the data sheet (PCIe 4.0 x16: 32)."""
+    compute_capability: float
+    context_mib: int
+    """What a CUDA context holds outside the allocator."""
+    workspace_mib: float
+    """One cuBLAS workspace; there is one per handle and stream."""
+    efficiency: float
+    """Share of the dense peak that large matrix products reach in practice."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib * MIB
+
+    @property
+    def context_bytes(self) -> int:
+        return self.context_mib * MIB
+
+    @property
+    def workspace_bytes(self) -> int:
+        return int(self.workspace_mib * MIB)
+
+    def peak_tflops(self, precision: str) -> float:
+        """Dense peak for matrix products of `precision` (fp32, tf32, fp16, bf16, fp8), in TFLOPS."""
+        value: float = getattr(self, f"{precision}_tflops")
+        return value
+
+
+def card_names() -> list[str]:
+    """The cards that have a file; `auto` is a choice, not a card."""
+    return sorted(path.stem for path in CARDS_DIR.glob("*.yaml") if path.stem != "auto")
+
+
+def load_card(name: str) -> Card:
+    """Read `conf/gpu/<name>.yaml`. Raises ValueError for a name without a file."""
+    path = CARDS_DIR / f"{name}.yaml"
+    if name not in card_names():
+        raise ValueError(f"unknown GPU {name!r}: choose one of {', '.join(card_names())}")
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return Card(**{field.name: values[field.name] for field in fields(Card)})
+
+
+def match_card(device_name: str, memory_bytes: int) -> Card | None:
+    """The card whose model number occurs in what the driver calls the device; the nearest memory decides."""
+    words = re.split(r"[\s-]+", device_name)
+    cards = [card for card in map(load_card, card_names()) if model_number(card) in words]
+    return min(cards, key=lambda card: abs(card.memory_bytes - memory_bytes), default=None)
+
+
+def model_number(card: Card) -> str:
+    """`RTX 4090 -> 4090`, `A100 80GB -> A100`."""
+    return next(word for word in card.name.split() if any(letter.isdigit() for letter in word))

@@ -1,0 +1,72 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from memtrain.cards import CARDS_DIR, Card, card_names, load_card
+
+NAMES = card_names()
+KEYS = list(Card.__dataclass_fields__)
+# Compute capability of the first architecture with the type.
+FIRST_WITH = {"tf32": 8.0, "bf16": 8.0, "fp8": 8.9}
+
+
+def test_all_cards_are_found() -> None:
+    assert len(list(CARDS_DIR.iterdir())) == 18
+    assert len(NAMES) == 17  # `auto` is none
+    assert len({load_card(name).name for name in NAMES}) == 17
+
+
+def test_an_unknown_card_is_refused_with_the_choices() -> None:
+    for name in ("auto", "rtx9999", "../gpu/t4"):
+        with pytest.raises(ValueError, match=r"unknown GPU .* choose one of a100_40gb, "):
+            load_card(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_names_its_source_and_has_the_keys_in_order(name: str) -> None:
+    text = (CARDS_DIR / f"{name}.yaml").read_text(encoding="utf-8")
+    assert list(yaml.safe_load(text)) == KEYS
+    assert text.startswith("# NVIDIA ")
+    assert "Source: NVIDIA" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_and_speed_are_of_the_right_order(name: str) -> None:
+    card = load_card(name)
+    assert 12_000 <= card.memory_mib <= 200_000
+    assert 250 <= card.bandwidth_gb_s <= 8_000
+    assert 16 <= card.link_gb_s <= 64
+    assert 7.0 <= card.compute_capability <= 12.0
+    assert 300 <= card.context_mib <= 550
+    assert 0.6 <= card.efficiency <= 0.7
+    assert card.workspace_mib == (32 if card.compute_capability >= 9.0 else 8.125)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_rise_with_shorter_types_and_are_zero_where_there_is_no_hardware(name: str) -> None:
+    card = load_card(name)
+    assert 8 <= card.fp32_tflops <= 105
+    assert 2 * card.fp32_tflops * 0.99 <= card.fp16_tflops <= 2_300
+    for precision, first in FIRST_WITH.items():
+        assert (card.peak_tflops(precision) > 0) == (card.compute_capability >= first)
+    if card.bf16_tflops:
+        assert card.bf16_tflops == card.fp16_tflops
+        # Half of the 16-bit rate, and fp8 twice of it, up to the data sheets' rounding.
+        assert card.tf32_tflops == pytest.approx(card.fp16_tflops / 2, rel=0.03)
+    if card.fp8_tflops:
+        assert card.fp8_tflops == pytest.approx(2 * card.fp16_tflops, rel=0.02)
+
+
+def test_a_card_in_bytes() -> None:
+    card = load_card("t4")
+    assert card.memory_bytes == 15 * 2**30
+    assert card.workspace_bytes == 8_519_680
+
+
+def test_auto_is_the_a100_with_a_mark() -> None:
+    with initialize_config_dir(str(Path(CARDS_DIR).parent), version_base="1.3"):
+        gpu = dict(compose(overrides=["+gpu=auto"]).gpu)
+    assert gpu.pop("auto") is True
+    assert Card(**gpu) == load_card("a100_80gb")
