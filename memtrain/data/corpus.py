@@ -1,0 +1,197 @@
+"""Which text a run reads, and the text itself in bounded memory."""
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from memtrain.errors import UserError
+from memtrain.units import MIB
+
+# Third-party code, and the parts of the standard library that are tests or not kept as UTF-8.
+NOT_STDLIB = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "__pycache__",
+    "idlelib",
+    "lib2to3",
+}
+
+
+def stdlib_files() -> list[Path]:
+    """The sources of this Python's standard library, by relative path: a corpus every machine has.
+
+    Raises UserError if the installation ships no sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = (path for path in relative if NOT_STDLIB.isdisjoint(path.parts))
+    files = [root / path for path in sorted(kept, key=Path.as_posix)]
+    if not files:
+        raise UserError(f"no standard library sources in {root}: name your own text files instead")
+    return files
+
+
+def text_files(paths: list[str], base: Path) -> list[Path]:
+    """The files that `paths` name: files, folders (recursive) and globs, relative to `base`.
+
+    Sorted, each once; hidden files are left out unless named. Raises UserError for a path that is
+    missing, unreadable or matches nothing.
+    """
+    if not paths:
+        raise UserError("no text files named: give at least one file, folder or glob")
+    try:
+        found = {path for entry in paths for path in _named(entry, base.absolute())}
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    unique: dict[Path, Path] = {}
+    for path in sorted(found, key=Path.as_posix):
+        unique.setdefault(path.resolve(), path)
+    return [_readable(path) for path in unique.values()]
+
+
+def split(files: list[Path], val_fraction: float) -> tuple[list[Path], list[Path]]:
+    """(train, validation) files: evenly spread ones are held out, the same on every machine.
+
+    At least one file stays on each side. One file alone is all training: split its tokens instead.
+    """
+    check_fraction(val_fraction)
+    if val_fraction == 0 or len(files) < 2:
+        return files, []
+    n_val = min(max(round(len(files) * val_fraction), 1), len(files) - 1)
+    held_out = {(2 * i + 1) * len(files) // (2 * n_val) for i in range(n_val)}
+    train = [path for i, path in enumerate(files) if i not in held_out]
+    return train, [files[i] for i in sorted(held_out)]
+
+
+def check_fraction(val_fraction: float) -> None:
+    """Raises UserError unless `val_fraction` leaves something to train on."""
+    if not 0 <= val_fraction < 1:
+        raise UserError(f"val_fraction is {val_fraction}: choose at least 0 and less than 1")
+
+
+def read_pieces(path: Path, piece_bytes: int = MIB) -> Iterator[str]:
+    """The text of a UTF-8 file in pieces of at most two `piece_bytes`, cut at line ends if it can.
+
+    Line ends are kept as they are, a byte-order mark is dropped. Raises UserError with the offset
+    of the first byte that is not text.
+    """
+    try:
+        with path.open("rb") as file:
+            rest = file.read(len(codecs.BOM_UTF8))
+            offset = 0
+            if rest == codecs.BOM_UTF8:
+                offset, rest = len(rest), b""
+            at_end = False
+            while not at_end:
+                chunk = file.read(piece_bytes)
+                at_end = not chunk
+                rest += chunk
+                line_end = rest.rfind(b"\n") + 1
+                complete = rest if at_end or not line_end else rest[:line_end]
+                text, used = _decode(complete, at_end, path, offset)
+                offset, rest = offset + used, rest[used:]
+                if text:
+                    yield text
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """A hash that changes when a file is added, removed, renamed, resized or written to."""
+    digest = hashlib.sha256()
+    for path in files:
+        stat = path.stat()
+        digest.update(f"{path.as_posix()!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _decode(data: bytes, final: bool, path: Path, offset: int) -> tuple[str, int]:
+    """(text, bytes used); a character cut off at the end is left for later unless `final`."""
+    if (nul := data.find(0)) >= 0:
+        raise UserError(
+            f"{path}: NUL byte at offset {offset + nul}, so not a text file: leave it out"
+        )
+    try:
+        return codecs.utf_8_decode(data, "strict", final)
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{data[error.start]:02x} at offset {offset + error.start}"
+        raise UserError(
+            f"{path}: {where} is not UTF-8: convert the file or leave it out"
+        ) from error
+
+
+def _named(entry: str, base: Path) -> list[Path]:
+    if not entry:
+        raise UserError("an empty name among the text files: remove it")
+    relative = _expanded(entry)
+    path = base / relative
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = list(_walk(path))
+    elif any(map(_is_pattern, relative.parts)):
+        found = list(_glob(relative, base))
+    else:
+        raise UserError(f"{path}: no such file or folder: correct the path {entry!r}")
+    if not found:
+        raise UserError(f"{entry!r} matches no file in {base}: correct the path")
+    return found
+
+
+def _expanded(entry: str) -> Path:
+    try:
+        return Path(entry).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{entry!r}: no home folder of that user: write the path out") from error
+
+
+def _is_pattern(part: str) -> bool:
+    return not set("*?[").isdisjoint(part)
+
+
+def _is_visible(path: Path, root: Path) -> bool:
+    return not any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _glob(pattern: Path, base: Path) -> Iterator[Path]:
+    """Files that match; what is written out before the first pattern may be hidden."""
+    parts = pattern.parts
+    n_fixed = next(i for i, part in enumerate(parts) if _is_pattern(part))
+    root = base.joinpath(*parts[:n_fixed])
+    try:
+        for path in root.glob("/".join(parts[n_fixed:])):
+            if path.is_file() and _is_visible(path, root):
+                yield path
+    except ValueError as error:
+        raise UserError(f"'{pattern}' is no valid pattern: {error}") from error
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Visible regular files below `folder`. Linked folders are entered once, so loops end."""
+    seen: set[Path] = set()
+    for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        real = Path(root).resolve()
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        # In a fixed order, so that the name under which a linked folder is met first is fixed too.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        visible = (Path(root, name) for name in names if not name.startswith("."))
+        yield from (path for path in visible if path.is_file())
+
+
+def _readable(path: Path) -> Path:
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: no permission to read: change its mode or leave it out")
+    return path
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error

@@ -1,0 +1,269 @@
+"""Tokens to batches. Shapes: B samples of a micro-batch, T tokens of a sample.
+
+A *window* is what one optimizer step learns from: up to `accum` micro-batches.
+"""
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from memtrain.errors import UserError
+
+IGNORE_INDEX = -100
+"""A target that is not learned from."""
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass
+class Batch:
+    """One micro-batch."""
+
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64
+    n_targets: int
+    """Targets that count, counted on the host."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """A copy on `device`, without waiting for it if this one is pinned."""
+        tokens = self.tokens.to(device, non_blocking=True)
+        return Batch(tokens, self.targets.to(device, non_blocking=True), self.n_targets)
+
+
+Window: TypeAlias = list[Batch]
+Position: TypeAlias = tuple[int, int]
+"""(epoch, samples of it that are done)"""
+
+
+class _Windows(ABC):
+    """Endless windows; each sample once per epoch, no window across epochs.
+
+    One iterator at a time: a new one goes on where the last one stopped.
+    """
+
+    def __init__(
+        self, n_samples: int, micro_batch: int, accum: int, seed: int, pin: bool, prefetch: int
+    ) -> None:
+        assert min(n_samples, micro_batch, accum) >= 1
+        assert prefetch >= 0
+        self.n_samples = n_samples
+        self._micro_batch = micro_batch
+        self._window = micro_batch * accum
+        self._seed = seed
+        self._pin = pin
+        self._prefetch = prefetch
+        self._position: Position = (0, 0)
+        self._iterator: weakref.ref[Generator[Window, None, None]] | None = None
+
+    @abstractmethod
+    def _order(self, epoch: int) -> Ids:
+        """(n_samples,): the samples in the order of this epoch."""
+
+    @abstractmethod
+    def _read(self, epoch: int, samples: Ids) -> Ids:
+        """(B, T + 1): a sample's tokens and the target of the last."""
+
+    @property
+    def windows_per_epoch(self) -> int:
+        return -(-self.n_samples // self._window)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last window handed out, whatever was read ahead."""
+        epoch, sample = self._position
+        return {"epoch": epoch, "sample": sample}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at a saved position. Raises UserError if it lies outside this data."""
+        epoch, sample = state["epoch"], state["sample"]
+        if epoch < 0 or not 0 <= sample < self.n_samples:
+            raise UserError(
+                f"cannot go on at sample {sample} of epoch {epoch}: the data has {self.n_samples} "
+                "samples: resume with the data and seq_len of the first run"
+            )
+        self.close()
+        self._position = (epoch, sample)
+
+    def close(self) -> None:
+        """End the iterator and its thread."""
+        iterator = self._iterator and self._iterator()
+        if iterator:
+            iterator.close()
+
+    def __iter__(self) -> Generator[Window, None, None]:
+        self.close()
+        iterator = self._iterate()
+        # Weak, so that an iterator nobody holds is collected and its thread ends.
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def _iterate(self) -> Generator[Window, None, None]:
+        windows = self._windows(*self._position)
+        with closing(_ahead(windows, self._prefetch) if self._prefetch else windows) as source:
+            for window, position in source:
+                self._position = position
+                yield window
+
+    def _windows(self, epoch: int, sample: int) -> Generator[tuple[Window, Position], None, None]:
+        """Windows, each with the position after it."""
+        while True:
+            order = self._order(epoch)
+            while sample < self.n_samples:
+                samples = order[sample : sample + self._window]
+                sample += len(samples)
+                after = (epoch, sample) if sample < self.n_samples else (epoch + 1, 0)
+                parts = range(0, len(samples), self._micro_batch)
+                yield [self._batch(epoch, samples[i : i + self._micro_batch]) for i in parts], after
+            epoch, sample = epoch + 1, 0
+
+    def _batch(self, epoch: int, samples: Ids) -> Batch:
+        batch = _to_batch(self._read(epoch, samples))
+        if self._pin:
+            batch.tokens, batch.targets = batch.tokens.pin_memory(), batch.targets.pin_memory()
+        return batch
+
+
+class Loader(_Windows):
+    """Windows of a token array, cut into samples of `seq_len` tokens and one more as last target.
+
+    Raises UserError if `tokens` hold no sample; `name` says there whose tokens they are.
+    """
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.integer[Any]],
+        seq_len: int,
+        micro_batch: int,
+        accum: int,
+        seed: int,
+        shuffle: bool = True,
+        pin: bool = False,
+        prefetch: int = 2,
+        name: str = "the training text",
+    ) -> None:
+        n_samples = count_samples(tokens, seq_len, name)
+        super().__init__(n_samples, micro_batch, accum, seed, pin, prefetch)
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._shuffle = shuffle
+
+    def _order(self, epoch: int) -> Ids:
+        if not self._shuffle:
+            return np.arange(self.n_samples)
+        return np.random.default_rng([self._seed, epoch]).permutation(self.n_samples)
+
+    def _read(self, epoch: int, samples: Ids) -> Ids:
+        return _gather(self._tokens, self._seq_len, samples)
+
+
+class RandomTokens(_Windows):
+    """Windows of uniform ids that depend on (seed, epoch, sample) alone: no text needed."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        micro_batch: int,
+        accum: int,
+        seed: int,
+        samples_per_epoch: int,
+        pin: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        super().__init__(samples_per_epoch, micro_batch, accum, seed, pin, prefetch)
+        self._vocab_size = vocab_size
+        self._seq_len = seq_len
+
+    def _order(self, epoch: int) -> Ids:
+        return np.arange(self.n_samples)
+
+    def _read(self, epoch: int, samples: Ids) -> Ids:
+        rows = (np.random.default_rng([self._seed, epoch, sample]) for sample in samples)
+        return np.stack([rng.integers(self._vocab_size, size=self._seq_len + 1) for rng in rows])
+
+
+def eval_batches(
+    tokens: npt.NDArray[np.integer[Any]],
+    seq_len: int,
+    micro_batch: int,
+    max_batches: int | None = None,
+    name: str = "the validation text",
+) -> Iterator[Batch]:
+    """Batches in order, the first `max_batches` of them. Raises UserError if there is no sample."""
+    n_samples = count_samples(tokens, seq_len, name)
+    starts = range(0, n_samples, micro_batch)[:max_batches]
+    groups = (np.arange(start, min(start + micro_batch, n_samples)) for start in starts)
+    return (_to_batch(_gather(tokens, seq_len, samples)) for samples in groups)
+
+
+def count_samples(tokens: npt.NDArray[np.integer[Any]], seq_len: int, name: str) -> int:
+    """How many samples of `seq_len` tokens and a target there are. Raises UserError if none."""
+    if len(tokens) < seq_len + 1:
+        raise UserError(
+            f"{name}: {len(tokens)} tokens found, {seq_len + 1} needed for one sample of seq_len="
+            f"{seq_len}: give more text or a smaller seq_len"
+        )
+    return (len(tokens) - 1) // seq_len
+
+
+def _gather(tokens: npt.NDArray[np.integer[Any]], seq_len: int, samples: Ids) -> Ids:
+    """(B, T + 1): sample i starts at token i * T, its last token is the next one's first."""
+    positions = samples[:, None] * seq_len + np.arange(seq_len + 1)
+    ids: Ids = tokens[positions].astype(np.int64)
+    return ids
+
+
+def _to_batch(ids: Ids) -> Batch:
+    """`ids` (B, T + 1) as inputs and the targets one further."""
+    tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+    n_targets = int(np.count_nonzero(targets != IGNORE_INDEX))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), n_targets)
+
+
+Item: TypeAlias = tuple[Window, Position]
+
+
+def _ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:
+    """What `source` gives, read up to `depth` items ahead in a thread that ends with this."""
+    items: SimpleQueue[Item | BaseException] = SimpleQueue()
+    free, stop = threading.Semaphore(depth), threading.Event()
+    # A daemon, so that a program that ends without closing does not hang.
+    thread = threading.Thread(
+        target=_produce, args=(source, items, free, stop), name="prefetch", daemon=True
+    )
+    thread.start()
+    try:
+        while True:
+            item = items.get()
+            if isinstance(item, BaseException):
+                raise item
+            free.release()
+            yield item
+    finally:
+        stop.set()
+        free.release()
+        # The garbage collector may run this in the very thread that is to end.
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _produce(
+    source: Iterator[Item],
+    items: "SimpleQueue[Item | BaseException]",
+    free: threading.Semaphore,
+    stop: threading.Event,
+) -> None:
+    try:
+        while free.acquire() and not stop.is_set():
+            items.put(next(source))
+    except BaseException as error:
+        items.put(error)
