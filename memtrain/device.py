@@ -1,0 +1,68 @@
+"""The device a run uses, through torch's device modules: the CPU, CUDA and a phantom run the same lines."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memtrain.errors import UserError
+
+_ALLOCATOR_KEYS = {
+    "allocated_bytes.all.peak": "peak_allocated_bytes",
+    "active_bytes.all.peak": "peak_active_bytes",
+    "reserved_bytes.all.peak": "peak_reserved_bytes",
+    "num_alloc_retries": "alloc_retries",
+    "num_ooms": "ooms",
+}
+
+
+def select_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises UserError for `cuda` on a machine without."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise UserError("device=cuda: torch sees no CUDA GPU here; use device=cpu or device=auto")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def device_module(device: torch.device) -> ModuleType:
+    """torch.cuda, torch.cpu or the phantom's module."""
+    module: ModuleType = torch.get_device_module(device)
+    return module
+
+
+def allocator_statistics(device: torch.device) -> dict[str, int]:
+    """Peaks in bytes, retries and OOMs since the last reset; empty where the device counts none."""
+    module = device_module(device)
+    if not hasattr(module, "memory_stats"):
+        return {}
+    statistics = module.memory_stats(device)
+    return {ours: int(statistics.get(theirs, 0)) for theirs, ours in _ALLOCATOR_KEYS.items()}
+
+
+def reset_peaks(device: torch.device) -> None:
+    module = device_module(device)
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to `dtype`; None computes in the weights' own type."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def host_memory_bytes(field: str) -> int:
+    """`VmHWM` (peak) or `VmRSS` (now) of this process. Unlike ru_maxrss, not inherited from the parent."""
+    for line in (
+        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    ):
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)"

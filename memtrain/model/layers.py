@@ -1,0 +1,108 @@
+"""The parts of a Transformer block.
+
+Shapes: B batch, T sequence, C model width, H query heads, K key/value heads, D head width, F hidden width of the MLP.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:
+    """`layernorm` (Ba et al. 2016) or `rmsnorm` (Zhang and Sennrich 2019)."""
+    if kind == "rmsnorm":
+        return nn.RMSNorm(dim, eps=eps)
+    return nn.LayerNorm(dim, eps=eps, bias=bias)
+
+
+def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """cos and sin of rotary positions (Su et al. 2021), fp32, (2, T, D)."""
+    inverse = theta ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), inverse)
+    angles = torch.cat((angles, angles), dim=-1)  # (T, D)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Apply rotary positions to (B, H, T, D), in the halves convention of the Llama checkpoints."""
+    cos, sin = rotary.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    rotated: Tensor = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated
+
+
+class Attention(nn.Module):
+    """Causal self-attention; fewer key/value heads than heads is grouped-query (Ainslie et al. 2023)."""
+
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, bias: bool, qkv_bias: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=qkv_bias)
+        self.out = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:  # (B, T, C) -> (B, T, C)
+        B, T, C = x.shape
+        heads = self.qkv(x).view(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
+        q, k, v = heads.transpose(1, 2).split(
+            (self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1
+        )
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.n_kv_heads != self.n_heads,
+        )
+        return self.out(y.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]
+
+
+class GeluMLP(nn.Module):
+    """Two matrices with the tanh approximation of GELU between them, as in GPT-2."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden, bias=bias), nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class SwigluMLP(nn.Module):
+    """Gated MLP (Shazeer 2020), as in Llama."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(dim, hidden, bias=bias), nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        attention_norm: nn.Module,
+        attention: Attention,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]

@@ -1,0 +1,133 @@
+"""A decoder-only Transformer: token ids in, hidden states out. The head belongs to the loss."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.model.layers import (
+    Attention,
+    Block,
+    GeluMLP,
+    SwigluMLP,
+    make_norm,
+    rotary_table,
+)
+
+Segment = Callable[[Tensor, Tensor | None], Tensor]
+"""Runs one or more blocks: hidden states (B, T, C) and rotary table in, hidden states out."""
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What a Transformer is; the fields mean what the keys of `model` mean."""
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    max_seq_len: int
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    activation: str = "gelu"
+    positions: str = "learned"
+    rope_theta: float = 10000.0
+    tied: bool = True
+    bias: bool = True
+    qkv_bias: bool = True
+    dropout: float = 0.0
+
+
+def make_block(d: Dimensions) -> Block:
+    mlp = SwigluMLP if d.activation == "swiglu" else GeluMLP
+    return Block(
+        make_norm(d.norm, d.dim, d.norm_eps, d.bias),
+        Attention(d.dim, d.n_heads, d.n_kv_heads, d.bias, d.qkv_bias, d.dropout),
+        make_norm(d.norm, d.dim, d.norm_eps, d.bias),
+        mlp(d.dim, d.ffn_dim, d.bias),
+        d.dropout,
+    )
+
+
+class Transformer(nn.Module):
+    """`forward` returns the normalised hidden states (B, T, C); `head.weight` (V, C) turns them into logits.
+
+    `segments` is what `forward` walks over: the blocks, or whatever a memory technique put in their place. It is a
+    plain list, so that parameter names stay those of the blocks.
+    """
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        d = self.dimensions = dimensions
+        self.embedding = nn.Embedding(d.vocab_size, d.dim)
+        self.positions = nn.Embedding(d.max_seq_len, d.dim) if d.positions == "learned" else None
+        self.dropout = nn.Dropout(d.dropout) if d.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(make_block(d) for _ in range(d.n_layers))
+        self.norm = make_norm(d.norm, d.dim, d.norm_eps, d.bias)
+        self.head = nn.Linear(d.dim, d.vocab_size, bias=False)
+        self.tie()
+        self.segments: list[Segment] = list(self.blocks)
+
+    def tie(self) -> None:
+        """Make head and embedding one parameter, if they are to be; moving a module can part them."""
+        if self.dimensions.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
+        T = tokens.shape[1]
+        x = self.embedding(tokens)
+        rotary = None
+        if self.positions is not None:
+            x = x + self.positions.weight[:T]
+        else:
+            d = self.dimensions
+            rotary = rotary_table(T, d.dim // d.n_heads, d.rope_theta, tokens.device)
+        x = self.dropout(x)
+        for segment in self.segments:
+            x = segment(x, rotary)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """GPT-2's scheme (Radford et al. 2019): normal(0.02), residual outputs divided by sqrt(2 x layers)."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                scale = math.sqrt(2 * self.dimensions.n_layers) if residual else 1.0
+                parameter.normal_(0.0, 0.02 / scale)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
+
+
+def make_transformer(
+    dimensions: Dimensions, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """Built on meta, so that no memory is taken twice, then given storage on `device` and initialised there."""
+    with torch.device("meta"):
+        model = Transformer(dimensions)
+    model = model.to(dtype).to_empty(device=device)
+    model.tie()
+    model.initialise()
+    return model
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Tied weights count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def step_flops(dimensions: Dimensions, n_parameters: int, seq_len: int) -> int:
+    """Model FLOPs per token of forward and backward: 6 N + 12 L T C (Chowdhery et al. 2022, appendix B).
+
+    N leaves out the position table and an untied embedding: they are read, not multiplied.
+    """
+    d = dimensions
+    looked_up = d.max_seq_len * d.dim if d.positions == "learned" else 0
+    looked_up += 0 if d.tied else d.vocab_size * d.dim
+    return 6 * (n_parameters - looked_up) + 12 * d.n_layers * seq_len * d.dim
