@@ -1,0 +1,466 @@
+"""The typed tree that the Hydra config becomes, and every rule between its fields. No torch, no omegaconf.
+
+`parse` turns a plain dict into a `Config` or raises `UserError`: one line with key and remedy. What is refused here is
+refused before anything is allocated.
+"""
+
+import difflib
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from memtrain.cards import Card
+from memtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, both inclusive unless `above` is set."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+        )
+
+    def __str__(self) -> str:
+        words = [
+            f"at least {self.low}" if self.low is not None else "",
+            f"above {self.above}" if self.above is not None else "",
+            f"at most {self.high}" if self.high is not None else "",
+        ]
+        return " and ".join(word for word in words if word)
+
+
+Positive = Annotated[int, Range(low=1)]
+NonNegative = Annotated[int, Range(low=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(low=0)]
+Share = Annotated[float, Range(low=0, high=1)]
+Probability = Annotated[float, Range(low=0, high=0.999)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only Transformer. `model=` presets set these."""
+
+    dim: Positive
+    """Width of the residual stream."""
+    n_layers: Positive
+    n_heads: Positive
+    n_kv_heads: Positive | None
+    """Key/value heads; null: as many as heads. Fewer is grouped-query attention, 1 multi-query."""
+    ffn_dim: Positive | None
+    """Hidden width of the MLP; null: 4 x dim."""
+    vocab_size: Positive | None
+    """Rows of the embedding; null: what the tokenizer has."""
+    max_seq_len: Positive
+    """The longest sequence; with learned positions also the size of their table."""
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: PositiveFloat
+    activation: Literal["gelu", "swiglu"]
+    positions: Literal["learned", "rope"]
+    rope_theta: PositiveFloat
+    tied: bool
+    """Embedding and output head are one matrix."""
+    bias: bool
+    """Biases in linear layers and LayerNorms."""
+    qkv_bias: bool | None
+    """Bias of the query, key and value projections alone; null: as `bias`."""
+    dropout: Probability
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: Literal["stdlib", "text", "tokens", "random"]
+    path: str | list[str] | None
+    """Files, folders or globs for `text`; the token file for `tokens`. Relative to where the command was typed."""
+    val_fraction: Annotated[float, Range(low=0, high=0.5)]
+    """Share of the files held out for validation; with one file, the share of its tokens at the end."""
+    shuffle: bool
+    prefetch: NonNegative
+    """Windows read ahead by a thread; 0 reads in line."""
+    cache_dir: str
+    """Where token files and trained tokenizers are kept."""
+    vocab_size: Positive
+    """For `random` alone: ids are uniform below this."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    kind: Literal["bytes", "bpe", "file"]
+    vocab_size: Annotated[int, Range(low=257)]
+    """For `bpe`: size of the vocabulary trained on the corpus."""
+    path: str | None
+    """For `file`: any tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    name: Literal["fp32", "bf16", "fp16", "bf16_true", "fp8"]
+    tf32: bool
+    """Matrix products of fp32 tensors in TF32 on CUDA cards that have it."""
+    master_weights: bool
+    """For bf16_true: an fp32 copy of the weights is what the optimizer updates."""
+    loss_scale: PositiveFloat
+    """For fp16: the first loss scale."""
+    scale_growth_every: Positive
+    """For fp16: good steps in a row after which the loss scale doubles."""
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    policy: Literal["segments", "alternate", "sqrt", "selective", "budget"]
+    """How `checkpoint_every` is read: segments of N blocks; alternate: block i is recomputed unless i % N == 0;
+    sqrt: segments of about sqrt(layers) blocks, `checkpoint_every` is then set by it."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    mode: Literal["none", "activations", "optimizer", "optimizer_nvme", "params", "all"]
+    """What lives in host memory instead of on the device."""
+    min_tensor_bytes: NonNegative
+    """For `activations`: smaller saved tensors stay on the device."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd", "adafactor"]
+    lr: PositiveFloat
+    betas: list[Share]
+    eps: PositiveFloat
+    momentum: Share
+    """For sgd."""
+    weight_decay: NonNegativeFloat
+    """On matrices only: never on norms, biases or anything with one dimension."""
+    max_skipped: Positive
+    """Steps in a row that are not finite before the run stops."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: Literal["cosine", "linear", "constant"]
+    warmup: NonNegative
+    """Steps (windows) over which the learning rate rises to `optimizer.lr`."""
+    min_ratio: Share
+    """Learning rate at the end, as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: Literal["full"]
+    """full: all logits of a micro-batch at once."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    name: Literal["none"]
+
+
+@dataclass(frozen=True)
+class GpuConfig(Card):
+    auto: bool
+    """Take the card in the machine if there is one; the values given here otherwise."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """For `task=generate`, and for the sample at the end of training."""
+
+    run: str | None
+    """A finished run's folder; null: the newest one with this `name`."""
+    prompt: str
+    tokens: NonNegative
+    """New tokens; 0: no sample at the end of training."""
+    temperature: NonNegativeFloat
+    """0 takes the likeliest token."""
+    top_k: NonNegative
+    """Draw among the k likeliest; 0: among all."""
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """For `task=numerics`."""
+
+    steps: NonNegative
+    """Training steps before the gradients are looked at."""
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    metric: Literal[
+        "val_loss", "final_loss", "tokens_per_second", "peak_allocated_bytes", "host_peak_rss_bytes"
+    ]
+    """The number of summary.json that a job returns to a sweeper."""
+
+
+@dataclass(frozen=True)
+class Config:
+    task: Literal["train", "generate", "numerics"]
+    name: str
+    """Names the folder of the run: outputs/runs/<name>/..."""
+    seed: Annotated[int, Range(low=0, high=2**63 - 1)]
+    device: Literal["auto", "cpu", "cuda"]
+    steps: Positive
+    """Optimizer steps; each consumes one window of `accum` micro-batches."""
+    micro_batch: Positive
+    """Sequences per forward and backward."""
+    seq_len: Positive
+    """Tokens per sequence."""
+    accum: Positive
+    """Micro-batches whose gradients one optimizer step uses."""
+    checkpoint_every: NonNegative
+    """Blocks per recomputed segment; 0: nothing is recomputed."""
+    clip: NonNegativeFloat
+    """Largest gradient norm; 0: no clipping."""
+    log_every: Positive
+    eval_every: NonNegative
+    """Steps between validations; 0: at the end only."""
+    eval_batches: Positive
+    """Micro-batches per validation."""
+    save_every: NonNegative
+    keep: int
+    resume: str | None
+    compile: Literal["off", "blocks", "model"]
+    deterministic: bool
+    """Only deterministic kernels; an operation without one is an error."""
+    model: ModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    precision: PrecisionConfig
+    checkpointing: CheckpointingConfig
+    offload: OffloadConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig
+    adapter: AdapterConfig
+    gpu: GpuConfig
+    generate: GenerateConfig
+    numerics: NumericsConfig
+    sweep: SweepConfig
+
+
+# --- from a plain dict to the tree --------------------------------------------------------------------------------
+
+
+def parse(tree: dict[str, Any]) -> Config:
+    """The checked config of a composed Hydra tree. Raises UserError with the key and the remedy."""
+    config: Config = _build(Config, tree, "")
+    for rule in RULES:
+        rule(config)
+    return config
+
+
+def _build(cls: type[Any], tree: Any, path: str) -> Any:
+    if not isinstance(tree, dict):
+        raise UserError(f"{path.rstrip('.')}: expected a group of keys, got {tree!r}")
+    hints = get_type_hints(cls, include_extras=True)
+    names = [field.name for field in fields(cls)]
+    for key in tree:
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"did you mean {path}{close[0]}?" if close else f"known: {', '.join(names)}"
+            raise UserError(f"{path}{key}: unknown key; {hint}")
+    for name in names:
+        if name not in tree:
+            raise UserError(f"{path}{name}: missing; set it on the command line or in the config")
+    return cls(**{name: _convert(hints[name], tree[name], f"{path}{name}") for name in names})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """`value` as the annotated type, without guessing: "off" is not False, True is not 1."""
+    if is_dataclass(hint):
+        return _build(hint, value, f"{key}.")  # type: ignore[arg-type]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        number = _convert(arguments[0], value, key)
+        if not arguments[1].allows(number):
+            raise UserError(f"{key}={value}: must be {arguments[1]}")
+        return number
+    if origin is Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+        shown = (
+            {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+        )
+        raise UserError(f"{key}={shown}: choose one of {', '.join(arguments)}")
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, key)
+    if origin is list:
+        if not isinstance(value, list):
+            raise UserError(f"{key}={value}: must be a list, as in {key}=[...]")
+        return [_convert(arguments[0], item, key) for item in value]
+    return _convert_plain(hint, value, key)
+
+
+def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
+    if value is None and type(None) in choices:
+        return None
+    real = [choice for choice in choices if choice is not type(None)]
+    wants_list = isinstance(value, list)
+    fitting = [choice for choice in real if (get_origin(choice) is list) == wants_list]
+    return _convert((fitting or real)[0], value, key)
+
+
+def _convert_plain(kind: type, value: Any, key: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    wanted = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: f"text (quote it: {key}='\"{value}\"')",
+    }[kind]
+    raise UserError(f"{key}={value}: must be {wanted}")
+
+
+# --- rules between fields -----------------------------------------------------------------------------------------
+
+
+def resolved_n_kv_heads(model: ModelConfig) -> int:
+    return model.n_kv_heads or model.n_heads
+
+
+def segment_blocks(config: Config) -> int:
+    """Blocks per recomputed segment, `sqrt` resolved; 0: nothing is recomputed."""
+    if config.checkpointing.policy == "sqrt":
+        return max(1, round(math.sqrt(config.model.n_layers)))
+    return config.checkpoint_every
+
+
+def _heads_divide_width(config: Config) -> None:
+    model = config.model
+    if model.dim % model.n_heads:
+        raise UserError(
+            f"model.dim={model.dim}: not divisible by model.n_heads={model.n_heads}; change one of them"
+        )
+    if model.n_heads % resolved_n_kv_heads(model):
+        raise UserError(
+            f"model.n_kv_heads={model.n_kv_heads}: does not divide model.n_heads={model.n_heads}"
+        )
+    if model.positions == "rope" and (model.dim // model.n_heads) % 2:
+        raise UserError(
+            f"model.positions=rope: needs an even head width, got model.dim={model.dim} / "
+            f"model.n_heads={model.n_heads} = {model.dim // model.n_heads}"
+        )
+
+
+def _sequence_fits_positions(config: Config) -> None:
+    if config.seq_len > config.model.max_seq_len:
+        raise UserError(
+            f"seq_len={config.seq_len}: longer than model.max_seq_len={config.model.max_seq_len}; "
+            "lower seq_len or raise model.max_seq_len"
+        )
+
+
+def _paths_are_given(config: Config) -> None:
+    if config.data.source in ("text", "tokens") and not config.data.path:
+        raise UserError(
+            f"data.path: data={config.data.source} needs it, as in data.path=corpus.txt"
+        )
+    if config.data.source == "tokens" and not isinstance(config.data.path, str):
+        raise UserError("data.path: data=tokens takes one token file")
+    if config.tokenizer.kind == "file" and not config.tokenizer.path:
+        raise UserError(
+            "tokenizer.path: tokenizer=file needs it, as in tokenizer.path=tokenizer.json"
+        )
+
+
+def _betas_are_two(config: Config) -> None:
+    if len(config.optimizer.betas) != 2 or max(config.optimizer.betas) >= 1:
+        raise UserError(
+            f"optimizer.betas={config.optimizer.betas}: must be two numbers from 0 to below 1"
+        )
+
+
+def _name_is_a_folder(config: Config) -> None:
+    bad = sorted(set(config.name) & set("/\\=,()#[]{}'\"$ \t\n"))
+    if not config.name or bad or config.name.startswith("."):
+        raise UserError(
+            f"name={config.name!r}: it names a folder, so only letters, digits, '-', '_' and '.' inside"
+        )
+
+
+def _sqrt_sets_segments(config: Config) -> None:
+    if config.checkpointing.policy == "sqrt" and config.checkpoint_every:
+        raise UserError(
+            f"checkpoint_every={config.checkpoint_every}: checkpointing=sqrt chooses it; drop one of the two"
+        )
+
+
+def _random_has_no_text(config: Config) -> None:
+    if config.data.source == "random" and config.task == "generate":
+        raise UserError("task=generate: needs a run on text; drop data=random")
+
+
+def _not_built_yet(config: Config) -> None:
+    for key, value, refused in (
+        ("precision", config.precision.name, ("fp8",)),
+        ("checkpointing", config.checkpointing.policy, ("selective", "budget")),
+        ("offload", config.offload.mode, ("optimizer_nvme", "params", "all")),
+    ):
+        if value in refused:
+            raise UserError(f"{key}={value}: not available in this version")
+    defaults: tuple[tuple[str, object, object], ...] = (
+        ("save_every", config.save_every, 0),
+        ("keep", config.keep, 1),
+        ("resume", config.resume, None),
+        ("compile", config.compile, "off"),
+        ("precision.master_weights", config.precision.master_weights, True),
+    )
+    for key, given, default in defaults:
+        if given != default:
+            shown = "null" if default is None else str(default).lower()
+            raise UserError(f"{key}={given}: not available in this version; leave it at {shown}")
+
+
+RULES: tuple[Callable[[Config], None], ...] = (
+    _not_built_yet,
+    _name_is_a_folder,
+    _heads_divide_width,
+    _sequence_fits_positions,
+    _paths_are_given,
+    _betas_are_two,
+    _sqrt_sets_segments,
+    _random_has_no_text,
+)
+
+
+def no_effect_warnings(config: Config) -> list[str]:
+    """Switches that are set but change nothing here, one line each."""
+    model, n_layers = config.model, config.model.n_layers
+    found = []
+    if config.precision.tf32 and config.precision.name != "fp32":
+        found.append(f"precision.tf32=true has no effect with precision={config.precision.name}")
+    if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
+        found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
+    if config.checkpoint_every > n_layers:
+        found.append(
+            f"checkpoint_every={config.checkpoint_every} is one segment: the model has {n_layers} layers"
+        )
+    if config.schedule.warmup >= config.steps:
+        found.append(
+            f"schedule.warmup={config.schedule.warmup} never ends in steps={config.steps}: "
+            "the learning rate only rises"
+        )
+    if config.optimizer.name == "adamw" and config.optimizer.momentum:
+        found.append("optimizer.momentum has no effect with optimizer=adamw; betas does that")
+    if model.dropout and config.task != "train":
+        found.append(f"model.dropout has no effect with task={config.task}")
+    return found
+
+
+def resolve_path(path: str, base: Path) -> Path:
+    """A user's path: `~` expanded, relative to where the command was typed."""
+    return base / Path(path).expanduser()

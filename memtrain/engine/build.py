@@ -1,0 +1,254 @@
+"""Config to objects: the only place where the config tree becomes data, model, optimizer and step."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from memtrain.config import (
+    Config,
+    DataConfig,
+    TokenizerConfig,
+    resolve_path,
+    resolved_n_kv_heads,
+    segment_blocks,
+)
+from memtrain.data import corpus, store
+from memtrain.data.loader import Batch, Loader, RandomTokens, eval_batches
+from memtrain.data.store import Tokens
+from memtrain.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
+from memtrain.engine.optimizers import decay_groups, make_optimizer
+from memtrain.engine.schedule import Schedule, make_schedule
+from memtrain.engine.step import TrainStep
+from memtrain.errors import UserError
+from memtrain.memory.activation_offload import ActivationOffload
+from memtrain.memory.master_weights import MasterWeights
+from memtrain.memory.recompute import recompute_alternate, recompute_segments
+from memtrain.model.loss import LossFunction, full_loss
+from memtrain.model.transformer import Dimensions, Transformer, make_transformer
+
+ProgressFor = Callable[[str, int], AbstractContextManager[Callable[[int, int], None]]]
+"""Title and bytes of something that takes long -> context that gives a callback(done, total)."""
+
+LOSSES: dict[str, LossFunction] = {"full": full_loss}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """Token ids of both splits; `train` is None for random tokens, which are made as they are needed."""
+
+    train: Tokens | None
+    val: Tokens
+    vocab_size: int
+    tokenizer: Tokenizer | None
+
+
+def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
+    """Tokenize or open what `data` names. Raises UserError for what cannot be read or is too short."""
+    if config.data.source == "random":
+        n_val = config.eval_batches * config.micro_batch * config.seq_len + 1
+        generator = np.random.default_rng(config.seed)
+        random = generator.integers(config.data.vocab_size, size=n_val, dtype=np.uint32)
+        return Data(None, random, config.data.vocab_size, None)
+    if config.data.source == "tokens":
+        assert isinstance(config.data.path, str)
+        file = store.open_tokens(resolve_path(config.data.path, base))
+        file.check_ids(config.model.vocab_size or file.vocab_size)
+        train, val = store.split_tokens(file.tokens, config.data.val_fraction)
+        return Data(train, val, file.vocab_size, None)
+    return _build_text(config, base, progress)
+
+
+def _build_text(config: Config, base: Path, progress: ProgressFor) -> Data:
+    train_files, val_files = corpus.split(_text_files(config.data, base), config.data.val_fraction)
+    cache_dir = resolve_path(config.data.cache_dir, base)
+    tokenizer = build_tokenizer(config.tokenizer, train_files, cache_dir, base, progress)
+    train = _tokenize("tokenizing the text", train_files, tokenizer, cache_dir, progress)
+    if val_files:
+        val = _tokenize("tokenizing the held-out text", val_files, tokenizer, cache_dir, progress)
+    else:
+        train, val = store.split_tokens(train, config.data.val_fraction)
+    return Data(train, val, tokenizer.vocab_size, tokenizer)
+
+
+def _tokenize(
+    title: str, files: list[Path], tokenizer: Tokenizer, cache_dir: Path, progress: ProgressFor
+) -> Tokens:
+    with progress(title, total_bytes(files)) as callback:
+        return store.tokenize_files(files, tokenizer, cache_dir, callback).tokens
+
+
+def total_bytes(files: list[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _text_files(data: DataConfig, base: Path) -> list[Path]:
+    if data.source == "stdlib":
+        return corpus.stdlib_files()
+    assert data.path
+    return corpus.text_files([data.path] if isinstance(data.path, str) else data.path, base)
+
+
+def build_tokenizer(
+    tokenizer: TokenizerConfig,
+    files: list[Path],
+    cache_dir: Path,
+    base: Path,
+    progress: ProgressFor,
+) -> Tokenizer:
+    """A trained BPE is kept in the cache under its corpus and size."""
+    if tokenizer.kind == "bytes":
+        return bytes_tokenizer()
+    if tokenizer.kind == "file":
+        assert tokenizer.path
+        return load_tokenizer(resolve_path(tokenizer.path, base))
+    path = cache_dir / f"bpe-{tokenizer.vocab_size}-{corpus.fingerprint(files)[:16]}.json"
+    if not path.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        total = total_bytes(files)
+        with progress("training the tokenizer", total) as callback:
+            pieces = (piece for file in files for piece in corpus.read_pieces(file))
+            trained = train_bpe(pieces, tokenizer.vocab_size, lambda done: callback(done, total))
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        trained.save(temporary)
+        temporary.replace(path)
+    return load_tokenizer(path)
+
+
+def build_loader(config: Config, data: Data, device: torch.device) -> Loader | RandomTokens:
+    if data.train is None:
+        return RandomTokens(
+            data.vocab_size,
+            seq_len=config.seq_len,
+            micro_batch=config.micro_batch,
+            accum=config.accum,
+            seed=config.seed,
+            samples_per_epoch=config.steps * config.accum * config.micro_batch,
+            pin=device.type == "cuda",
+            prefetch=config.data.prefetch,
+        )
+    return Loader(
+        data.train,
+        seq_len=config.seq_len,
+        micro_batch=config.micro_batch,
+        accum=config.accum,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        pin=device.type == "cuda",
+        prefetch=config.data.prefetch,
+    )
+
+
+def validation_batches(config: Config, data: Data) -> Iterator[Batch]:
+    return eval_batches(data.val, config.seq_len, config.micro_batch, config.eval_batches)
+
+
+# --- model, optimizer, step ---------------------------------------------------------------------------------------
+
+
+def build_dimensions(config: Config, vocab_size: int) -> Dimensions:
+    """`vocab_size` is the data's. Raises UserError where the model's own is smaller."""
+    model = config.model
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size}: the data has ids up to {vocab_size - 1}; "
+            "raise it, set it to null, or lower tokenizer.vocab_size"
+        )
+    return Dimensions(
+        vocab_size=model.vocab_size or vocab_size,
+        dim=model.dim,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv_heads=resolved_n_kv_heads(model),
+        ffn_dim=model.ffn_dim or 4 * model.dim,
+        max_seq_len=model.max_seq_len,
+        norm=model.norm,
+        norm_eps=model.norm_eps,
+        activation=model.activation,
+        positions=model.positions,
+        rope_theta=model.rope_theta,
+        tied=model.tied,
+        bias=model.bias,
+        qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
+        dropout=model.dropout,
+    )
+
+
+def build_model(config: Config, dimensions: Dimensions, device: torch.device) -> Transformer:
+    dtype = torch.bfloat16 if config.precision.name == "bf16_true" else torch.float32
+    model = make_transformer(dimensions, device, dtype)
+    every = segment_blocks(config)
+    if every and config.checkpointing.policy == "alternate":
+        recompute_alternate(model, every)
+    elif every:
+        recompute_segments(model, every)
+    return model
+
+
+def build_optimizer(config: Config, model: Transformer) -> Optimizer:
+    wanted = config.optimizer
+    make = partial(
+        make_optimizer,
+        wanted.name,
+        lr=wanted.lr,
+        betas=(wanted.betas[0], wanted.betas[1]),
+        eps=wanted.eps,
+        momentum=wanted.momentum,
+    )
+    groups = decay_groups(model.named_parameters(), wanted.weight_decay)
+    if config.offload.mode == "optimizer":
+        return MasterWeights(groups, make, torch.device("cpu"))
+    if config.precision.name == "bf16_true":
+        return MasterWeights(groups, make, model.head.weight.device)
+    return make(groups)
+
+
+def build_step(config: Config, model: Transformer, device: torch.device) -> TrainStep:
+    scaler = GradScaler(
+        device.type,
+        init_scale=config.precision.loss_scale,
+        growth_interval=config.precision.scale_growth_every,
+        enabled=config.precision.name == "fp16",
+    )
+    offloads = config.offload.mode == "activations"
+    return TrainStep(
+        model=model,
+        loss_function=LOSSES[config.loss.name],
+        optimizer=build_optimizer(config, model),
+        scaler=scaler,
+        device=device,
+        compute_dtype=COMPUTE_DTYPES.get(config.precision.name),
+        clip=config.clip,
+        saved_tensors=(
+            partial(ActivationOffload, model, config.offload.min_tensor_bytes)
+            if offloads
+            else nullcontext
+        ),
+    )
+
+
+def build_schedule(config: Config) -> Schedule:
+    schedule = config.schedule
+    return make_schedule(
+        schedule.name, config.optimizer.lr, schedule.warmup, config.steps, schedule.min_ratio
+    )
+
+
+def prepare_torch(config: Config) -> None:
+    """Seeds and the switches of the process."""
+    torch.manual_seed(config.seed)
+    torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)

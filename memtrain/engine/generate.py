@@ -1,0 +1,39 @@
+"""Continue a prompt, one token at a time."""
+
+import torch
+from torch import Tensor
+
+from memtrain.model.transformer import Transformer
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: list[int],
+    n_new: int,
+    temperature: float,
+    top_k: int,
+    generator: torch.Generator,
+) -> list[int]:
+    """`tokens` and up to `n_new` more. Temperature 0 takes the likeliest; `generator` lives on the CPU."""
+    device, longest = model.head.weight.device, model.dimensions.max_seq_len
+    was_training = model.training
+    model.eval()
+    tokens = list(tokens)
+    for _ in range(n_new):
+        context = torch.tensor([tokens[-longest:]], device=device)
+        logits = model.head(model(context)[:, -1])[0].float().cpu()  # (V,)
+        tokens.append(draw(logits, temperature, top_k, generator))
+    model.train(was_training)
+    return tokens
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One token id from logits (V,)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        threshold = logits.topk(min(top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    probabilities = torch.softmax(logits / temperature, dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

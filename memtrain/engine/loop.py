@@ -1,0 +1,132 @@
+"""The training loop: windows in, records out."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memtrain.data.loader import Batch
+from memtrain.device import allocator_statistics, autocast, host_memory_bytes, reset_peaks
+from memtrain.engine.schedule import Schedule
+from memtrain.engine.step import TrainStep
+from memtrain.errors import NotFiniteError
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Progress:
+    """Where the run stands. Steps are windows; the schedule counts only those that changed something."""
+
+    steps: int = 0
+    stepped: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    tokens: int = 0
+
+
+def train(
+    step: TrainStep,
+    windows: Iterable[list[Batch]],
+    schedule: Schedule,
+    steps: int,
+    *,
+    evaluate: Callable[[], float] | None,
+    observe: Callable[[Record], None],
+    log_every: int,
+    eval_every: int,
+    max_skipped: int,
+) -> Progress:
+    """Train for `steps` windows. Raises NotFiniteError after `max_skipped` skipped steps in a row."""
+    progress, clock = Progress(), Clock()
+    reset_peaks(step.device)
+    for window in take(windows, steps):
+        learning_rate = set_learning_rate(step, schedule(progress.stepped))
+        loss, grad_norm, stepped = step(window).tolist()  # the one wait for the device
+        count(progress, window, bool(stepped))
+        clock.add(sum(batch.tokens.numel() for batch in window))
+        record: Record = {"step": progress.steps, "loss": loss, "lr": learning_rate}
+        record |= {"grad_norm": grad_norm, "tokens": progress.tokens}
+        last = progress.steps == steps
+        evaluating = last or is_due(progress.steps, eval_every)
+        logging = evaluating or progress.steps == 1 or is_due(progress.steps, log_every)
+        if logging or not stepped:
+            record |= measurements(step, progress) | clock.read()
+            if evaluate and evaluating:
+                record["val_loss"] = evaluate()
+            observe(record)
+            reset_peaks(step.device)
+            clock.restart()
+        if progress.skipped_in_a_row >= max_skipped:
+            raise NotFiniteError(
+                f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "
+                "lower optimizer.lr, or use precision=bf16 or fp32"
+            )
+    return progress
+
+
+def take(windows: Iterable[list[Batch]], steps: int) -> Iterator[list[Batch]]:
+    """The first `steps` windows, without asking for one more."""
+    return (window for _, window in zip(range(steps), windows, strict=False))
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def set_learning_rate(step: TrainStep, learning_rate: float) -> float:
+    for group in step.optimizer.param_groups:
+        group["lr"] = learning_rate
+    return learning_rate
+
+
+def count(progress: Progress, window: list[Batch], stepped: bool) -> None:
+    progress.steps += 1
+    progress.stepped += stepped
+    progress.skipped += not stepped
+    progress.skipped_in_a_row = 0 if stepped else progress.skipped_in_a_row + 1
+    progress.tokens += sum(batch.tokens.numel() for batch in window)
+
+
+def measurements(step: TrainStep, progress: Progress) -> Record:
+    """What is asked of device and host at log steps only. Peaks are those since the last record."""
+    record: Record = {"skipped_steps": progress.skipped, **allocator_statistics(step.device)}
+    if step.scaler.is_enabled():
+        record["loss_scale"] = step.scaler.get_scale()
+    record["host_rss_bytes"] = host_memory_bytes("VmRSS")
+    record["host_peak_rss_bytes"] = host_memory_bytes("VmHWM")
+    return record
+
+
+class Clock:
+    """Tokens per second since the last record, validation and logging left out."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._start_s, self._tokens = time.perf_counter(), 0
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def read(self) -> Record:
+        elapsed_s = time.perf_counter() - self._start_s
+        return {"tokens_per_second": self._tokens / elapsed_s, "interval_s": elapsed_s}
+
+
+@torch.no_grad()
+def mean_loss(step: TrainStep, batches: Iterable[Batch]) -> float:
+    """Loss per target token over `batches`, the model in evaluation mode; NaN without a target."""
+    total, n_targets = torch.zeros((), device=step.device), 0
+    step.model.eval()
+    for batch in batches:
+        n_targets += batch.n_targets
+        batch = batch.to(step.device)
+        with autocast(step.device, step.compute_dtype):
+            hidden = step.model(batch.tokens)
+            total += step.loss_function(hidden, step.model.head.weight, batch.targets)
+    step.model.train()
+    return total.item() / n_targets if n_targets else float("nan")
