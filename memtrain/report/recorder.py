@@ -1,0 +1,97 @@
+"""What a run leaves behind: metrics.jsonl, TensorBoard events and the figures of the summary."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memtrain.report.board import TAGS, Board
+from memtrain.report.console import perplexity
+
+PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
+
+
+class Recorder:
+    """Takes the loop's records, one per logged step, and writes each everywhere."""
+
+    def __init__(
+        self,
+        folder: Path,
+        show: Callable[[dict[str, Any]], None],
+        peak_flops: float,
+        token_flops: int,
+    ) -> None:
+        """`peak_flops` of the device for the compute type, 0 if not known; `token_flops` of the model."""
+        self.board = Board(folder)
+        self.summary: dict[str, Any] = {}
+        self._show, self._peak_flops, self._token_flops = show, peak_flops, token_flops
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._seconds_s = self._tokens = 0.0
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._metrics.close()
+        self.board.close()
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        record = self._extend(record)
+        self._metrics.write(json.dumps(record) + "\n")
+        self.board.scalars({k: v for k, v in record.items() if k in TAGS}, record["step"])
+        self._summarise(record)
+        self._show(record)
+
+    def _extend(self, record: dict[str, Any]) -> dict[str, Any]:
+        """With what follows from it: perplexity, utilisation, peaks of the run so far."""
+        record = dict(record)
+        if "val_loss" in record:
+            record["val_perplexity"] = perplexity(record["val_loss"])
+        if self._peak_flops:
+            record["mfu"] = record["tokens_per_second"] * self._token_flops / self._peak_flops
+        for key in PEAKS:
+            if key in record:
+                record[f"run_{key}"] = max(record[key], self.summary.get(key) or 0)
+        return record
+
+    def _summarise(self, record: Mapping[str, Any]) -> None:
+        summary = self.summary
+        summary.setdefault("first_loss", record["loss"])
+        summary |= {
+            "final_loss": record["loss"],
+            "val_loss": record.get("val_loss", summary.get("val_loss")),
+            "steps": record["step"],
+            "skipped_steps": record["skipped_steps"],
+            "host_peak_rss_bytes": record["host_peak_rss_bytes"],
+        }
+        for key in PEAKS:
+            summary[key] = record.get(f"run_{key}")
+        if record["step"] > 1:  # the first step pays for what is set up on first use
+            self._seconds_s += record["interval_s"]
+            self._tokens += record["tokens_per_second"] * record["interval_s"]
+        rate = self._tokens / self._seconds_s if self._seconds_s else record["tokens_per_second"]
+        summary["tokens_per_second"] = rate
+        if self._peak_flops:
+            summary["mfu"] = rate * self._token_flops / self._peak_flops
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Written under a temporary name and renamed; NaN and infinity become null."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(finite(value), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
