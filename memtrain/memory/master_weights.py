@@ -28,6 +28,7 @@ class MasterWeights(Optimizer):
             for weight in group["params"]:
                 master = weight.detach().to(master_device, torch.float32, copy=True)
                 optimizer = make([{**settings, "params": [master]}])
+                group.setdefault("lr", optimizer.param_groups[0]["lr"])
                 self._inner.append((group, weight, master, optimizer))
 
     @torch.no_grad()

@@ -1,0 +1,34 @@
+"""What every test may use: configs composed as the command line composes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import train  # noqa: F401  registers the resolvers that the config uses
+from memtrain.config import Config, parse
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+torch.set_num_threads(1)
+
+
+def compose_config(*overrides: str) -> Config:
+    """The checked config of `python train.py <overrides>`."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        tree = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+    return parse(tree)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def config() -> Callable[..., Config]:
+    return compose_config
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Config]:
+    """The tiny CPU base: vocabulary 64, width 32, 2 heads, 4 layers, seq_len 16, micro_batch 2."""
+    return lambda *overrides: compose_config("debug=tiny", "device=cpu", *overrides)

@@ -1,0 +1,152 @@
+"""A step that is not finite changes nothing and is counted; what surrounds it advances only with real steps."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from memtrain.engine import build
+from memtrain.engine.loop import train
+from memtrain.errors import NotFiniteError
+
+
+def poison(step, at_call: int, value: float = math.inf) -> None:
+    """From the forward pass number `at_call` on its loss becomes `value`, once."""
+    calls = itertools.count(1)
+    whole = step.loss_function
+
+    def loss(hidden, head, targets):
+        summed = whole(hidden, head, targets)
+        return summed * value if next(calls) == at_call else summed
+
+    step.loss_function = loss
+
+
+def state_of(step):
+    optimizers = [inner for *_, inner in getattr(step.optimizer, "_inner", [])] or [step.optimizer]
+    tensors = [p.detach().clone() for p in step.model.parameters()]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += [v.clone() for v in state.values() if isinstance(v, torch.Tensor)]
+    return tensors
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_true"])
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_weights_and_moments_stay(tiny, bench, precision, offload, optimizer, value):
+    step = bench.step(
+        tiny(f"precision={precision}", f"offload={offload}", f"optimizer={optimizer}", "clip=1.0")
+    )
+    scale = step.scaler.get_scale()
+    poison(step, at_call=3, value=value)
+    window = bench.window(bench.samples(), 4)
+    step(window)
+    before = state_of(step)
+    _, norm, stepped = step(window).tolist()
+    assert not math.isfinite(norm)
+    assert not stepped
+    after = state_of(step)
+    assert len(before) == len(after)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    if precision == "fp16":
+        assert step.scaler.get_scale() == scale / 2
+    assert step(window)[2] == 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_a_first_step_that_is_skipped_leaves_sound_state(tiny, bench, optimizer):
+    """The second step after a skipped first one equals a first step."""
+    window = bench.window(bench.samples(), 8)
+    plain = bench.step(tiny(f"optimizer={optimizer}"))
+    plain(window)
+    step = bench.step(tiny(f"optimizer={optimizer}"))
+    poison(step, at_call=1)
+    step(window)
+    step(window)
+    for ours, theirs in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_schedule_and_counters_follow_real_steps(tiny, bench):
+    config = tiny("precision=fp16", "steps=6", "schedule.warmup=3")
+    step = bench.step(config)
+    poison(step, at_call=2)
+    window = bench.window(bench.samples(), 8)
+    records = []
+    progress = train(
+        step, itertools.repeat(window), build.build_schedule(config), 6,
+        evaluate=None, observe=records.append, log_every=1, eval_every=0, max_skipped=3,
+    )  # fmt: skip
+    assert (progress.steps, progress.stepped, progress.skipped) == (6, 5, 1)
+    rates = [record["lr"] for record in records]
+    assert rates[1] == rates[2] == pytest.approx(config.optimizer.lr * 2 / 3)
+    assert rates[3] == pytest.approx(config.optimizer.lr)
+    assert [record["loss_scale"] for record in records] == [65536.0] + [32768.0] * 5
+    assert not math.isfinite(records[1]["loss"])
+    assert [record["skipped_steps"] for record in records] == [0, 1, 1, 1, 1, 1]
+
+
+def test_too_many_in_a_row_stop_the_run(tiny, bench):
+    config = tiny("optimizer.max_skipped=3")
+    step = bench.step(config)
+    step.loss_function = lambda hidden, head, targets: hidden.sum() * math.nan
+    with pytest.raises(NotFiniteError, match=r"step 3: .* 3 times in a row"):
+        train(
+            step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config), 9,
+            evaluate=None, observe=lambda record: None, log_every=1, eval_every=0, max_skipped=3,
+        )  # fmt: skip
+
+
+def test_a_window_with_nothing_to_learn_makes_no_step(tiny, bench):
+    step = bench.step(tiny())
+    window = bench.window(bench.samples(), 8)
+    step(window)
+    before = state_of(step)
+    batch = bench.samples()
+    batch.targets.fill_(-100)
+    batch.n_targets = 0
+    loss, _, stepped = step([batch]).tolist()
+    assert loss == 0
+    assert not stepped
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(step), strict=True))
+
+
+def test_a_masked_micro_batch_counts_nothing(tiny, bench):
+    batch = bench.samples(4)
+    masked = bench.samples(4, seed=1)
+    masked.targets.fill_(-100)
+    masked.n_targets = 0
+    step, plain = bench.step(tiny()), bench.step(tiny())
+    step([batch, masked])
+    plain([batch])
+    for ours, theirs in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_unscaled_and_clipped_once_per_window(tiny, bench, monkeypatch):
+    step = bench.step(tiny("precision=fp16", "clip=1.0"))
+    calls = []
+    unscale = step.scaler.unscale_
+    monkeypatch.setattr(step.scaler, "unscale_", lambda o: (calls.append(1), unscale(o)))
+    for number in range(3):
+        step(bench.window(bench.samples(seed=number), 2))
+    assert len(calls) == 3
+
+
+def test_clipping_comes_after_unscaling(tiny, bench):
+    """16 weights with gradient 3: norm 12 before clipping, update norm 1 after, whatever the scale."""
+    step = bench.step(tiny("precision=fp16", "clip=1.0", "optimizer=sgd", "optimizer.momentum=0",
+                           "optimizer.lr=1.0", "optimizer.weight_decay=0"))  # fmt: skip
+    for parameter in step.model.parameters():
+        parameter.requires_grad_(False)
+    weight = step.model.norm.weight.requires_grad_()
+    step.loss_function = lambda hidden, head, targets: weight.float()[:16].sum() * 3 * 512
+    batch = bench.samples(ragged=False)
+    batch.n_targets = 512
+    before = weight.detach().clone()
+    _, norm, _ = step([batch]).tolist()
+    assert norm == pytest.approx(12.0)
+    assert (weight - before).norm().item() == pytest.approx(1.0, abs=1e-5)

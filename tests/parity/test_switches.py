@@ -1,0 +1,227 @@
+"""Every pair of the switches: a saving must not change the numbers."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memtrain.model.layers import Block
+
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16_true")
+RECOMPUTE = ("checkpoint_every=0", "checkpoint_every=1", "checkpoint_every=3", "checkpointing=sqrt",
+             "checkpointing=alternate")  # fmt: skip
+OFFLOAD = ("none", "activations", "optimizer")
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("micro_batch", [8, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recompute_and_offload_leave_gradients_bit_equal(
+    tiny, bench, precision, micro_batch, dropout
+):
+    window = bench.window(bench.samples(), micro_batch)
+    base = [f"precision={precision}", f"model.dropout={dropout}", "offload.min_tensor_bytes=0"]
+    plain = bench.gradients(bench.step(tiny(*base)), window)
+    for recompute, offload in itertools.product(RECOMPUTE, OFFLOAD):
+        step = bench.step(tiny(*base, recompute, f"offload={offload}"))
+        assert_equal(bench.gradients(step, window), plain)
+
+
+@pytest.mark.parametrize("recompute", ["checkpoint_every=0", "checkpoint_every=2"])
+@pytest.mark.parametrize("offload", OFFLOAD)
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_accumulation_is_the_mean_over_all_targets(
+    tiny, bench, recompute, offload, clip, optimizer
+):
+    overrides = [recompute, f"offload={offload}", f"clip={clip}", f"optimizer={optimizer}"]
+    results = []
+    for micro_batch in (8, 2):
+        step = bench.step(tiny(*overrides, f"optimizer.lr={'1e-3' if optimizer == 'adamw' else '0.1'}"))
+        for number in range(3):
+            figures = step(bench.window(bench.samples(seed=number), micro_batch))
+        results.append((figures, bench.weights(step)))
+    (figures, weights), (other_figures, other_weights) = results
+    torch.testing.assert_close(figures, other_figures, rtol=1e-6, atol=1e-6)
+    for name, weight in weights.items():
+        # Adam divides by the root of a tiny moment: rounding of a gradient shows up to lr.
+        tolerance = 1e-4 if optimizer != "sgd" else 1e-6
+        torch.testing.assert_close(weight, other_weights[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_true"])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_accumulation_in_low_precision(tiny, bench, precision, clip):
+    losses = []
+    for micro_batch in (8, 2):
+        step = bench.step(tiny(f"precision={precision}", f"clip={clip}"))
+        losses.append(step(bench.window(bench.samples(), micro_batch)))
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-2, atol=1e-3)
+
+
+def test_gradients_equal_an_independent_computation(tiny, bench):
+    """Against a loop over single targets that knows nothing of batches or masks."""
+    step = bench.step(tiny())
+    batch = bench.samples()
+    ours = bench.gradients(step, bench.window(batch, 4))
+    step.model.zero_grad()
+    total = sum(
+        F.cross_entropy(step.model.head(step.model(tokens[None, : i + 1])[:, -1]), target[None])
+        for tokens, targets in zip(batch.tokens, batch.targets, strict=True)
+        for i, target in enumerate(targets)
+        if target >= 0
+    )
+    (total / batch.n_targets).backward()
+    for name, parameter in step.model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_worked_example_of_unequal_token_counts(tiny, bench):
+    """Loss sums 3 over 1 token and 8 over 16 tokens make 11/17, not the mean of means."""
+    step = bench.step(tiny())
+    sums = iter((3.0, 8.0))
+    step.loss_function = lambda hidden, head, targets: hidden.sum() * 0 + next(sums)
+    one, sixteen = bench.samples(2).tokens.split(1)
+    targets = torch.full((1, 16), -100)
+    targets[0, 0] = 1
+    window = [type(bench.samples())(one, targets, 1), type(bench.samples())(sixteen, sixteen, 16)]
+    assert step.accumulate(window).item() == pytest.approx(11 / 17, abs=1e-6)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("micro_batch", [8, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_optimizer_on_the_host_is_bit_equal(tiny, bench, recompute, micro_batch, clip, optimizer):
+    overrides = [recompute, f"clip={clip}", f"optimizer={optimizer}"]
+    results = []
+    for offload in ("none", "optimizer"):
+        step = bench.step(tiny(*overrides, f"offload={offload}"))
+        for number in range(4):
+            step(bench.window(bench.samples(seed=number), micro_batch))
+        results.append(bench.weights(step))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_bf16_weights_move_at_a_normal_rate(tiny, bench, offload):
+    """A plain bf16 update of 1e-3 on a weight of 1 is rounded away; the fp32 master keeps it."""
+    step = bench.step(tiny("precision=bf16_true", f"offload={offload}", "optimizer.weight_decay=0"))
+    weight = step.model.blocks[0].mlp.up.weight
+    for group, ours, master, _ in step.optimizer._inner:
+        group["lr"] = 1e-3
+        master.fill_(1.0)
+        ours.data.fill_(1.0)
+    for _ in range(100):
+        for parameter in step.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step.optimizer.step()
+    assert weight.float().mean().item() == pytest.approx(0.9, abs=4e-3)
+    assert weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3, 4, 5])
+def test_recompute_really_recomputes(tiny, bench, every):
+    """Each block runs once more in backward, and only if its segment is recomputed."""
+    step = bench.step(tiny(f"checkpoint_every={every}"))
+    counts = count_forwards(step)
+    step.accumulate(bench.window(bench.samples(), 8))
+    assert counts == [2 if every else 1] * 4
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_alternate_recomputes_all_but_every_nth(tiny, bench, every):
+    step = bench.step(tiny("checkpointing=alternate", f"checkpoint_every={every}"))
+    counts = count_forwards(step)
+    step.accumulate(bench.window(bench.samples(), 8))
+    assert counts == [1 if index % every == 0 else 2 for index in range(4)]
+
+
+def count_forwards(step) -> list[int]:
+    counts = [0] * 4
+    for index, block in enumerate(step.model.blocks):
+
+        def count(module, inputs, index=index):
+            counts[index] += 1
+
+        block.register_forward_pre_hook(count)
+    return counts
+
+
+def test_activation_offload_moves_what_backward_needs(tiny, bench):
+    """As many bytes leave as autograd saved, parameters aside: counted by hooks of our own."""
+    overrides = ["offload.min_tensor_bytes=0"]
+    window = bench.window(bench.samples(), 8)
+    plain = bench.step(tiny(*overrides))
+    own = {p.untyped_storage()._cdata for p in plain.model.parameters()}
+    saved_bytes = 0
+
+    def pack(tensor):
+        nonlocal saved_bytes
+        if tensor.untyped_storage()._cdata not in own:
+            saved_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    plain.saved_tensors = lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    plain.accumulate(window)
+    step = bench.step(tiny(*overrides, "offload=activations"))
+    made = []
+    make = step.saved_tensors
+
+    def remember():
+        made.append(make())
+        return made[-1]
+
+    step.saved_tensors = remember
+    step.accumulate(window)
+    assert sum(context.moved_bytes for context in made) == saved_bytes > 0
+
+
+def test_weight_decay_on_matrices_only(tiny, bench):
+    """AdamW, decay 0.1, lr 1e-3, zero gradients, 100 steps: (1 - 1e-4)**100 on matrices, 1 on the rest."""
+    step = bench.step(tiny("optimizer.weight_decay=0.1", "optimizer.lr=1e-3"))
+    parameters = list(step.model.parameters())
+    for parameter in parameters:
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(100):
+        step.optimizer.step()
+    for parameter in parameters:
+        expected = 0.990048 if parameter.ndim >= 2 else 1.0
+        tolerance = 1e-5 if parameter.ndim >= 2 else 0
+        assert (parameter - expected).abs().max() <= tolerance
+    grouped = [p for group in step.optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, grouped)) == sorted(map(id, parameters))
+
+
+def test_block_is_the_textbook_block():
+    """Our attention and MLP against torch's own modules with the same weights."""
+    from memtrain.model.transformer import Dimensions, make_block
+
+    torch.manual_seed(0)
+    d = Dimensions(vocab_size=64, dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=128, max_seq_len=16)
+    block: Block = make_block(d)
+    reference = nn.TransformerEncoderLayer(
+        32, 4, 128, dropout=0.0, activation=nn.GELU("tanh"), batch_first=True, norm_first=True
+    )
+    reference.self_attn.in_proj_weight.data.copy_(block.attention.qkv.weight)
+    reference.self_attn.in_proj_bias.data.copy_(block.attention.qkv.bias)
+    for ours, theirs in (
+        (block.attention.out, reference.self_attn.out_proj),
+        (block.mlp.up, reference.linear1),
+        (block.mlp.down, reference.linear2),
+        (block.attention_norm, reference.norm1),
+        (block.mlp_norm, reference.norm2),
+    ):
+        theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 16, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(16)
+    torch.testing.assert_close(block(x, None), reference(x, src_mask=mask, is_causal=True))
