@@ -23,10 +23,10 @@ compare: setup  ## the classic strategies as one sweep, with a table at the end
 	$(BIN)/python train.py -m name=compare 'experiment=glob(*)'
 
 test: setup  ## the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile $(TEST_ARGS)
 
 test-slow: setup  ## the tests that `make test` leaves out and that need no GPU
-	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist loadfile $(TEST_ARGS)
 
 check: setup  ## lint, format, types, import contract
 	$(BIN)/ruff check .

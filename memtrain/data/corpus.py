@@ -29,9 +29,11 @@ def stdlib_files() -> list[Path]:
     Raises UserError if the installation ships no sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (path for path in relative if NOT_STDLIB.isdisjoint(path.parts))
-    files = [root / path for path in sorted(kept, key=Path.as_posix)]
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]  # not entered
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = sorted(found, key=lambda path: path.relative_to(root).as_posix())
     if not files:
         raise UserError(f"no standard library sources in {root}: name your own text files instead")
     return files

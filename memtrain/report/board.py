@@ -3,15 +3,16 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from memtrain.units import gib
+
+if TYPE_CHECKING:  # only a run that draws pays for matplotlib
+    from matplotlib.figure import Figure
 
 FLUSH_S = 10
 """What a killed run can lose of its curves."""
@@ -43,6 +44,17 @@ TAGS = {
 """Record key -> tag. Keys in `_bytes` are written in GiB; a window is since the last log step."""
 
 
+METRIC_TAGS = {
+    "final_loss": "train/loss",
+    "val_loss": "val/loss",
+    "tokens_per_second": "speed/tokens_per_second",
+    "peak_allocated_bytes": "memory/peak_allocated_run_gib",
+    "peak_reserved_bytes": "memory/peak_reserved_run_gib",
+    "host_peak_rss_bytes": "memory/host_peak_rss_gib",
+}
+"""Key of the summary -> the curve whose last value the HPARAMS tab shows."""
+
+
 class Board:
     """Writes a run's curves; `purge_step` hides what an interrupted run wrote from there on."""
 
@@ -61,18 +73,16 @@ class Board:
         """Write Markdown."""
         self.writer.add_text(tag, text)
 
-    def figure(self, tag: str, fig: Figure) -> None:
+    def figure(self, tag: str, fig: "Figure") -> None:
         """Write `fig` as an image."""
         self.writer.add_image(tag, pixels(fig), dataformats="HWC")
 
     def hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
-        """Write the row of this run in the HPARAMS tab; metrics get the tags `hparam/<key>`.
+        """Write the row of this run in the HPARAMS tab; metrics are the last values of their curves.
 
         Not `SummaryWriter.add_hparams`: that makes a second run in a sub-folder.
         """
-        values = {metric_tag(k): in_unit(k, v) for k, v in metrics.items() if v is not None}
-        for tag, value in values.items():
-            self.writer.add_scalar(tag, value)
+        values = {METRIC_TAGS[k]: in_unit(k, v) for k, v in metrics.items() if v is not None}
         plain = {key: plain_value(value) for key, value in hparams.items()}
         for summary in hparams_summaries(plain, values):  # type: ignore[no-untyped-call]
             self.writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
@@ -80,10 +90,6 @@ class Board:
     def close(self) -> None:
         """Write what is queued and close the file."""
         self.writer.close()
-
-
-def metric_tag(key: str) -> str:
-    return f"hparam/{key.removesuffix('_bytes')}_gib" if key.endswith("_bytes") else f"hparam/{key}"
 
 
 def in_unit(key: str, value: float) -> float:
@@ -98,8 +104,10 @@ def plain_value(value: Any) -> bool | float | str:
     return float(value) if number else str(value)
 
 
-def pixels(fig: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def pixels(fig: "Figure") -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Draw `fig`. (H, W, 3)"""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     canvas = FigureCanvasAgg(fig)
     canvas.draw()
     rgba: np.ndarray[Any, np.dtype[np.uint8]] = np.asarray(canvas.buffer_rgba(), dtype=np.uint8)

@@ -32,7 +32,6 @@ def test_a_nan_stays_a_nan(tmp_path):
     board.close()
     events = read(tmp_path)
     assert math.isnan(events.Scalars("train/loss")[0].value)
-    assert math.isnan(events.Scalars("hparam/final_loss")[0].value)
 
 
 def test_an_unknown_key_is_our_mistake(tmp_path):
@@ -64,13 +63,14 @@ def test_hparams_are_in_the_same_run(tmp_path):
         "betas": [0.9, 0.95],
         "seed": None,
     }
-    metrics = {"val_loss": 4.0, "peak_allocated_bytes": GIB, "mfu": None}
+    metrics = {"val_loss": 4.0, "peak_allocated_bytes": GIB, "peak_reserved_bytes": None}
+    board.scalars({"val_loss": 4.0, "run_peak_allocated_bytes": GIB}, 1)
     board.hparams(hparams, metrics)
     board.close()
     assert len(list(tmp_path.rglob("*tfevents*"))) == 1
     events = read(tmp_path)
-    assert events.Scalars("hparam/val_loss")[0].value == 4.0
-    assert events.Scalars("hparam/peak_allocated_gib")[0].value == 1.0
+    assert events.Scalars("val/loss")[0].value == 4.0
+    assert events.Scalars("memory/peak_allocated_run_gib")[0].value == 1.0
     data = events.PluginTagToContent(metadata.PLUGIN_NAME)
     started = metadata.parse_session_start_info_plugin_data(data[metadata.SESSION_START_INFO_TAG])
     assert started.hparams["lr"].number_value == 1e-3
@@ -80,7 +80,7 @@ def test_hparams_are_in_the_same_run(tmp_path):
     assert started.hparams["seed"].string_value == "None"
     experiment = metadata.parse_experiment_plugin_data(data[metadata.EXPERIMENT_TAG])
     names = {info.name.tag for info in experiment.metric_infos}
-    assert names == {"hparam/val_loss", "hparam/peak_allocated_gib"}
+    assert names == {"val/loss", "memory/peak_allocated_run_gib"}
 
 
 def test_text_and_figure(tmp_path):
