@@ -1,0 +1,32 @@
+"""The GPU that is not there: run any PyTorch program on it, and see what it would take.
+
+    with PhantomGPU("a100_80gb") as gpu:
+        model = Model().to(gpu.device)
+        for _ in range(2):
+            training_step(model)
+            gpu.step_boundary()
+    print(gpu.report().peak_allocated_bytes)
+
+Shapes, dtypes, strides and storages are real; data is not. The device is registered on the first
+`PhantomGPU`, and stays registered; nothing else outlives the `with` block.
+"""
+
+from memtrain.phantom.allocator import CachingAllocator, OutOfMemoryError
+from memtrain.phantom.gpu import PhantomCPU, PhantomGPU
+from memtrain.phantom.meter import UnsupportedOperator
+from memtrain.phantom.report import CATEGORIES, OpUse, Peak, Report, TimelinePoint
+from memtrain.phantom.streams import RaceError
+
+__all__ = [
+    "CATEGORIES",
+    "CachingAllocator",
+    "OpUse",
+    "OutOfMemoryError",
+    "Peak",
+    "PhantomCPU",
+    "PhantomGPU",
+    "RaceError",
+    "Report",
+    "TimelinePoint",
+    "UnsupportedOperator",
+]

@@ -1,0 +1,257 @@
+"""One operator, run on fake tensors quickly: by key from a table of results seen before.
+
+A fake operator is a function of its arguments' metadata. The first call of a kind goes through
+FakeTensorMode; what it returned, and what it costs, is kept as an `Entry` and replayed after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memtrain.phantom.kernels import CUBLAS, FLOPS, TEMPORARIES
+
+aten = torch.ops.aten
+META = torch.device("meta")
+NOT_REPLAYED = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+ABSOLUTE_OFFSET = {aten.as_strided.default, aten.as_strided_.default}
+PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.memory_format)
+COPIES = {aten._to_copy.default, aten.copy_.default}
+
+
+class Template:
+    """A tensor to make again. `offset` is None for one with a storage of its own, and otherwise
+    where a view starts, counted from the start of the operator's first argument."""
+
+    __slots__ = ("device", "dtype", "offset", "shape", "storage_bytes", "strides")
+
+    def __init__(self, t: FakeTensor, base: FakeTensor | None) -> None:
+        self.shape, self.strides, self.dtype = t.shape, t.stride(), t.dtype
+        self.device = t.fake_device
+        self.storage_bytes = t.untyped_storage().nbytes()
+        self.offset = None if base is None else t.storage_offset() - base.storage_offset()
+
+
+class Entry:
+    """What one call of an operator returns and costs."""
+
+    __slots__ = (
+        "calls",
+        "container",
+        "cublas",
+        "dtype",
+        "flops",
+        "kind",
+        "moved_bytes",
+        "name",
+        "on_device",
+        "results",
+        "returns_arg",
+        "temporaries",
+        "transfer",
+        "views",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.container: type | None = None
+        self.results: list[Any] = []
+        self.returns_arg: int | None = None
+        self.views = False
+        self.on_device = False
+        self.cublas = False
+        self.temporaries: list[int] = []
+        self.transfer: tuple[str, int] | None = None
+        self.kind = "other"
+        self.flops = 0
+        self.moved_bytes = 0
+        self.dtype = ""
+        self.calls = [0, 0, 0, 0]  # by phase
+
+
+def metadata_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """What the result depends on; None if that is more than metadata (a constant's value)."""
+    parts: list[Any] = [func, torch.get_default_dtype()]
+    if not _extend(parts, args):
+        return None
+    if kwargs:
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not _extend(parts, (value,)):
+                return None
+    return tuple(parts)
+
+
+def _extend(parts: list[Any], values: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided:
+                return False
+            parts += (value.shape, value.stride(), value.dtype, value.fake_device)
+        elif kind in PLAIN:
+            parts += (kind, value)
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            if not _extend(parts, value):
+                return False
+        elif kind is torch.layout:
+            parts.append(value)
+        else:
+            return False
+    return True
+
+
+def flat_tensors(args: Any, kwargs: Any = None) -> list[torch.Tensor]:
+    """All tensors among the arguments, one level of lists deep."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def describe(func: Any, args: Any, kwargs: Any, out: Any, device_type: str) -> Entry:
+    """The costs of a call that has just been made."""
+    entry = Entry(str(func).removesuffix(".default"))
+    inputs = flat_tensors(args, kwargs)
+    outputs = flat_tensors(out if isinstance(out, list | tuple) else (out,))
+    storages = {t.untyped_storage()._cdata for t in inputs}
+    mutates = func._schema.is_mutable
+    entry.views = (
+        bool(outputs)
+        and not mutates
+        and all(t.untyped_storage()._cdata in storages for t in outputs)
+    )
+    entry.on_device = any(t.device.type == device_type for t in (*inputs, *outputs))
+    floating = [t.dtype for t in inputs if t.is_floating_point()]
+    dtypes = floating or [t.dtype for t in outputs]
+    entry.dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else ""
+    if not entry.views:
+        entry.moved_bytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        if func._schema.name == "aten::empty" or func in (aten.empty_strided.default,):
+            entry.moved_bytes = 0
+    if func in FLOPS:
+        entry.kind, count = FLOPS[func]
+        entry.flops = count(args, out[0] if isinstance(out, list | tuple) else out)
+    if func in COPIES:
+        entry.transfer = _transfer(func, args, out, device_type)
+    if entry.on_device:
+        entry.cublas = func in CUBLAS
+        if func in TEMPORARIES:
+            entry.temporaries = [size for size in TEMPORARIES[func](args, out) if size]
+    return entry
+
+
+def _transfer(func: Any, args: Any, out: Any, device_type: str) -> tuple[str, int] | None:
+    source = args[1] if func is aten.copy_.default else args[0]
+    ways = {("cpu", device_type): "h2d", (device_type, "cpu"): "d2h"}
+    way = ways.get((source.device.type, out.device.type))
+    if way is None or out.device.type == source.device.type:
+        return None
+    element_bytes = source.element_size() if way == "h2d" else out.element_size()
+    return way, out.numel() * element_bytes
+
+
+def replayable(entry: Entry, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Complete `entry` so that `replay` can make `out` again; False if it cannot."""
+    if NOT_REPLAYED.intersection(func.tags) or func in ABSOLUTE_OFFSET:
+        return False
+    if out is None:
+        return True
+    for index, value in enumerate(args):
+        if out is value:
+            entry.returns_arg = index
+            return True
+    if func._schema.is_mutable:
+        return False
+    if not isinstance(out, torch.Tensor | tuple | list):
+        return False
+    entry.container = None if isinstance(out, torch.Tensor) else type(out)
+    items = [out] if entry.container is None else list(out)
+    storages = {t.untyped_storage()._cdata for t in flat_tensors(args, kwargs)}
+    base = args[0] if args and type(args[0]) is FakeTensor else None
+    own: set[int] = set()
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            template = _template(item, base, storages, own)
+            if template is None:
+                return False
+            entry.results.append(template)
+        elif isinstance(item, PLAIN):
+            entry.results.append(item)
+        else:
+            return False
+    return True
+
+
+def _template(
+    t: torch.Tensor, base: FakeTensor | None, storages: set[int], own: set[int]
+) -> Template | None:
+    if type(t) is not FakeTensor or t.constant is not None or t.layout is not torch.strided:
+        return None
+    address = t.untyped_storage()._cdata
+    if address in storages:
+        aliases_base = base is not None and base.untyped_storage()._cdata == address
+        same_dtype = base is not None and base.dtype == t.dtype
+        plain = not (t.is_conj() or t.is_neg())
+        return Template(t, base) if aliases_base and same_dtype and plain else None
+    if address in own or t.storage_offset():
+        return None
+    own.add(address)
+    template = Template(t, None)
+    needed = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    exact_bytes = needed * t.element_size() if t.numel() else 0
+    return template if template.storage_bytes == exact_bytes else None
+
+
+def make_tensor(mode: FakeTensorMode, keys_of: Any, template: Template, base: Any) -> FakeTensor:
+    """A fake tensor as `template` says, with the dispatch keys of device `keys_of`."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        if template.offset is None:
+            elem = torch.empty_strided(
+                template.shape, template.strides, dtype=template.dtype, device=META
+            )
+        else:
+            elem = torch.empty(0, dtype=template.dtype, device=META)
+            offset = base.storage_offset() + template.offset
+            elem.set_(base.untyped_storage(), offset, template.shape, template.strides)
+        return with_keys(mode, elem, template.device, keys_of)
+    finally:
+        del guard
+
+
+def with_keys(mode: FakeTensorMode, elem: Any, device: Any, keys_of: Any) -> FakeTensor:
+    """`elem` as a fake tensor on `device` that dispatches like a tensor of device `keys_of`.
+
+    With the keys of one device on all of them `parameter.data = elsewhere` is legal, as it is
+    between CPU and CUDA.
+    """
+    t = FakeTensor(mode, elem, device if keys_of is None else keys_of)
+    if t.fake_device != device:
+        t.fake_device = device
+    return t
+
+
+def rekey(mode: FakeTensorMode, t: Any, keys_of: torch.device) -> Any:
+    """The same fake tensor with the dispatch keys of device `keys_of`."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        elem = torch.empty(0, dtype=t.dtype, device=META)
+        elem.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+        new = with_keys(mode, elem, t.fake_device, keys_of)
+    finally:
+        del guard
+    if t.constant is not None:
+        new.constant = t.constant
+        mode.fake_tensor_converter.add_constant_storage_mapping(new)
+    return new

@@ -1,0 +1,312 @@
+"""`PhantomGPU` and `PhantomCPU`: run a program's own code, and learn what it would take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memtrain.cards import Card, load_card
+from memtrain.errors import UserError
+from memtrain.phantom import autocast, backend
+from memtrain.phantom.allocator import CachingAllocator
+from memtrain.phantom.ledger import PAGEABLE, PHASES, PINNED
+from memtrain.phantom.meter import Meter
+from memtrain.phantom.report import CATEGORIES, OpUse, Report, host_peaks, peaks
+from memtrain.phantom.streams import use_schedule
+
+
+class _Phantom:
+    """A meter, and a `with` block in which it measures."""
+
+    device: torch.device
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self._stack: ExitStack | None = None
+        self._last: tuple[dict[str, int], list[OpUse]] | None = None
+
+    def __enter__(self) -> Any:
+        assert self._stack is None, "already entered"
+        with ExitStack() as stack:
+            self._prepare(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._stack is not None
+        stack, self._stack = self._stack, None
+        try:
+            self.meter.settle()
+            self.meter.watch.mark_all()
+        finally:
+            stack.close()
+
+    def _prepare(self, stack: ExitStack) -> None:
+        if backend.active() is not None:
+            raise UserError("a phantom is already in use: leave its `with` block first")
+        meter = self.meter
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        backend.push(meter)
+        stack.callback(backend.pop)
+        stack.callback(use_schedule, use_schedule(meter.schedule))
+        meter.watch.install()
+        stack.callback(meter.watch.remove)
+        stack.enter_context(_patched(torch.UntypedStorage, "resize_", _resize(meter)))
+        stack.enter_context(_patched(nn.Module, "_apply", _apply))
+        stack.enter_context(_patched(FakeTensor, "data", property(_get_data, _set_data)))
+        propagator = sys.modules.get("torch.distributed.tensor._sharding_prop")
+        if propagator is not None:
+            name = "_propagate_tensor_meta_non_cached"
+            owner = propagator.ShardingPropagator
+            if hasattr(owner, name):
+                stack.enter_context(_patched(owner, name, _quiet(meter, getattr(owner, name))))
+        # In the caller's thread: the engine has no queue for a device it did not know at its start.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(meter.fake)
+        stack.enter_context(meter)
+
+    def step_boundary(self) -> None:
+        """A training step ends here: what moved and was computed is counted from zero again."""
+        self.meter.settle()
+        self.meter.ledger.steps.append(len(self.meter.ledger.events))
+        self._last = self._moved()
+        self.meter.begin_step()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside is `forward`, `backward`, `optimizer` or `other`, whatever it looks like."""
+        assert name in PHASES, name
+        before, self.meter.phase_name = self.meter.phase_name, name
+        try:
+            yield
+        finally:
+            self.meter.settle()
+            self.meter.phase_name = before
+
+    def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Say what `tensors` are, where it does not show (a hand-made optimizer's state)."""
+        assert category in CATEGORIES, category
+        for t in tensors:
+            self.meter.mark(t, category)
+
+    def report(self) -> Report:
+        """What was measured so far; after the `with` block, as it was at its end."""
+        if self._stack is not None:
+            self.meter.settle()
+            self.meter.watch.mark_all()
+        return _report(self.meter, *self._last_step())
+
+    def _last_step(self) -> tuple[dict[str, int], list[OpUse]]:
+        """The step in progress, or the last one if none has begun."""
+        moved, ops = self._moved()
+        return (moved, ops) if ops or self._last is None else self._last
+
+    def _moved(self) -> tuple[dict[str, int], list[OpUse]]:
+        return dict(self.meter.moved), _ops(self.meter)
+
+
+class PhantomGPU(_Phantom):
+    """A GPU that is not there. `card` is a name of `conf/gpu` or a Card.
+
+    `capacity_bytes` is what the allocator may reserve (the card's memory less the CUDA context);
+    with `enforce_capacity=False` a run that does not fit goes on, and its report says so.
+    Raises OutOfMemoryError, UnsupportedOperator and RaceError from the code that runs on it.
+    """
+
+    def __init__(
+        self,
+        card: str | Card = "a100_80gb",
+        *,
+        capacity_bytes: int | None = None,
+        expandable_segments: bool = False,
+        enforce_capacity: bool = True,
+    ) -> None:
+        self.device = backend.register()
+        if isinstance(card, str):
+            card = _card(card)
+        if capacity_bytes is None:
+            capacity_bytes = card.memory_bytes - card.context_bytes
+        allocator = CachingAllocator(capacity_bytes, expandable_segments, enforce_capacity)
+        super().__init__(Meter(self.device.type, card, allocator))
+
+    def _prepare(self, stack: ExitStack) -> None:
+        autocast.clear_weight_cache()
+        stack.callback(autocast.clear_weight_cache)
+        autocast.on_weight_copy.append(lambda copy: self.meter.mark(copy, "weight_copies"))
+        stack.callback(autocast.on_weight_copy.clear)
+        clear = torch.clear_autocast_cache
+
+        def clear_both() -> None:
+            clear()
+            autocast.clear_weight_cache()
+
+        stack.enter_context(_patched(torch, "clear_autocast_cache", clear_both))
+        super()._prepare(stack)
+
+
+class PhantomCPU(_Phantom):
+    """The same meter over fake CPU tensors: the CPU's autocast and kernels, raw bytes."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        super().__init__(Meter("cpu"))
+
+
+def _card(name: str) -> Card:
+    try:
+        return load_card(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+_MISSING = object()
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside, and afterwards what it was (inherited included)."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _resize(meter: Meter) -> Any:
+    """`UntypedStorage.resize_` does not pass the dispatcher, and FSDP frees by it."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size_bytes: int) -> Any:
+        out = resize(self, size_bytes)
+        meter.resized(self)
+        return out
+
+    return resize_
+
+
+def _quiet(meter: Meter, function: Any) -> Any:
+    """`function` without counting what it makes."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        meter.paused = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            meter.paused = False
+
+    return run
+
+
+_tensor_data: Any = torch.Tensor.data
+
+
+def _get_data(self: Any) -> Any:
+    return _tensor_data.__get__(self)
+
+
+def _set_data(self: Any, value: Any) -> None:
+    """`parameter.data = value` moves the parameter to where `value` is."""
+    _tensor_data.__set__(self, value)
+    if isinstance(value, FakeTensor):
+        self.fake_device = value.fake_device
+
+
+def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` as it treats real tensors: parameters keep their identity.
+
+    Only those made outside (real, or on meta) are replaced, tied ones by one parameter.
+    """
+    moved: dict[int, nn.Parameter] = {}
+    modules = list(self.modules()) if recurse else [self]
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = _move(parameter, fn, moved)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+    return self
+
+
+def _move(parameter: Any, fn: Any, moved: dict[int, nn.Parameter]) -> Any:
+    if id(parameter) in moved:
+        return moved[id(parameter)]
+    with torch.no_grad():
+        applied = fn(parameter)
+        grad = None if parameter.grad is None else fn(parameter.grad)
+    if applied is parameter:
+        target = parameter
+    elif isinstance(parameter, FakeTensor) and parameter.device.type != "meta":
+        parameter.data = applied
+        target = parameter
+    else:
+        target = nn.Parameter(applied, parameter.requires_grad)
+    if grad is not None:
+        target.grad = grad
+    meter = backend.active()
+    if meter is not None:
+        meter.mark(target, "weights")
+    moved[id(parameter)] = target
+    return target
+
+
+def _ops(meter: Meter) -> list[OpUse]:
+    totals: dict[tuple[Any, ...], list[int]] = {}
+    for entry in (*meter.entries.values(), *meter.rare_entries.values()):
+        for phase, calls in zip(PHASES, entry.calls, strict=True):
+            if calls and not entry.views:
+                key = (entry.name, phase, entry.dtype, entry.kind, entry.on_device)
+                total = totals.setdefault(key, [0, 0, 0])
+                total[0] += calls
+                total[1] += calls * entry.flops
+                total[2] += calls * entry.moved_bytes
+    return [OpUse(*key, *total) for key, total in sorted(totals.items())]
+
+
+def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
+    ledger, allocator = meter.ledger, meter.ledger.allocator
+    phases, timeline, maxima = peaks(ledger)
+    top = phases.get(maxima.phase)
+    host_peak_bytes, host_end_bytes = host_peaks(ledger)
+    allocated = top.allocated_bytes if top else 0
+    reserved = allocator.peak_reserved_bytes if allocator else allocated
+    flops: dict[str, int] = {}
+    for op in ops:
+        if op.flops and op.on_device:
+            flops[op.kind] = flops.get(op.kind, 0) + op.flops
+    return Report(
+        card=meter.card.name if meter.card else meter.device_type,
+        capacity_bytes=meter.capacity_bytes,
+        fits=meter.capacity_bytes is None or reserved <= meter.capacity_bytes,
+        peak_allocated_bytes=allocated,
+        peak_active_bytes=allocator.peak_active_bytes if allocator else allocated,
+        peak_reserved_bytes=reserved,
+        end_allocated_bytes=maxima.end_bytes,
+        peak_phase=top.phase if top else "other",
+        peak_step=maxima.step_of(top.event) if top else 0,
+        categories=top.categories if top else {},
+        modules_at_peak=top.modules if top else {},
+        phases=phases,
+        step_peak_bytes=maxima.steps,
+        timeline=timeline,
+        fragmentation_bytes=allocator.fragmentation_bytes if allocator else 0,
+        largest_free_block_bytes=allocator.largest_free_block_bytes if allocator else 0,
+        host_peak_bytes=host_peak_bytes,
+        host_pageable_peak_bytes=ledger.peak[PAGEABLE],
+        host_pinned_peak_bytes=ledger.peak[PINNED],
+        host_end_bytes=host_end_bytes,
+        h2d_bytes=moved["h2d"],
+        d2h_bytes=moved["d2h"],
+        flops=flops,
+        ops=ops,
+    )

@@ -1,0 +1,143 @@
+"""Every storage there was: where, how large, from when to when, and made by what."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+from memtrain.phantom.allocator import Block, CachingAllocator
+
+PHASES = ("forward", "backward", "optimizer", "other")
+FORWARD, BACKWARD, OPTIMIZER, OTHER = PHASES
+
+DEVICE, PAGEABLE, PINNED = "device", "pageable", "pinned"
+
+
+class Span(NamedTuple):
+    """A stretch of one phase. Spans in a row of the same phase have the same `run`."""
+
+    event: int
+    phase: str
+    repeated: bool
+    """A forward that backward repeats (recomputation)."""
+    run: int
+
+
+class StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference that knows what it stood for."""
+
+    __slots__ = ("record",)
+    record: Record
+
+
+class Record:
+    """One storage, or one block a kernel took for itself.
+
+    `category` is None until something says what it is; the report then goes by its life:
+    `born` and `died` number the spans (stretches of one phase) in which it was made and freed.
+    """
+
+    __slots__ = (
+        "block",
+        "born",
+        "category",
+        "died",
+        "key",
+        "module",
+        "op",
+        "ref",
+        "size_bytes",
+        "space",
+        "stream",
+        "users",
+        "write_stream",
+        "write_tick",
+    )
+
+    def __init__(
+        self, space: str, size_bytes: int, op: str, module: str, born: int, stream: int
+    ) -> None:
+        self.space = space
+        self.size_bytes = size_bytes
+        self.op = op
+        self.module = module
+        self.born = born
+        self.died: int | None = None
+        self.stream = stream
+        self.category: str | None = None
+        self.block: Block | None = None
+        self.key = 0
+        self.ref: StorageRef | None = None
+        self.users: set[int] | None = None  # other streams, by `record_stream`
+        self.write_stream = stream
+        self.write_tick = 0
+
+
+class Ledger:
+    """All allocations and frees in order. `allocator=None` counts raw bytes."""
+
+    def __init__(self, allocator: CachingAllocator | None) -> None:
+        self.allocator = allocator
+        self.events: list[tuple[Record, int]] = []
+        self.spans: list[Span] = [Span(0, OTHER, False, 0)]
+        self.steps: list[int] = [0]
+        """First event of each step."""
+        self.live = {DEVICE: 0, PAGEABLE: 0, PINNED: 0}
+        self.peak = dict(self.live)
+        self.known: dict[int, Record] = {}
+        self.dead: deque[Any] = deque()
+        self._bury = self.dead.append
+
+    def enter_span(self, phase: str, repeated: bool = False) -> None:
+        """From the next event on the phase is `phase`."""
+        last = self.spans[-1]
+        if phase != last.phase or repeated != last.repeated:
+            run = last.run + (phase != last.phase)
+            self.spans.append(Span(len(self.events), phase, repeated, run))
+
+    def allocate(self, space: str, size_bytes: int, op: str, module: str, stream: int) -> Record:
+        """A new record. Raises OutOfMemoryError, and has then changed nothing."""
+        record = Record(space, size_bytes, op, module, len(self.spans) - 1, stream)
+        if not size_bytes:
+            return record
+        if space == DEVICE and self.allocator is not None:
+            record.block = self.allocator.malloc(size_bytes, stream)
+            record.size_bytes = record.block.size_bytes
+        self.events.append((record, record.size_bytes))
+        live = self.live[space] + record.size_bytes
+        self.live[space] = live
+        if live > self.peak[space]:
+            self.peak[space] = live
+        return record
+
+    def watch(self, record: Record, storage: Any) -> None:
+        """`record` ends when `storage` does."""
+        record.ref = StorageRef(storage, self._bury)
+        record.ref.record = record
+        record.key = storage._cdata
+        self.known[record.key] = record
+
+    def find(self, storage: Any) -> Record | None:
+        record = self.known.get(storage._cdata)
+        if record is None or record.ref is None or record.ref() is None:
+            return None
+        return record
+
+    def free(self, record: Record, keep_active: bool = False) -> None:
+        if self.known.get(record.key) is record:
+            del self.known[record.key]
+        record.ref = None
+        record.died = len(self.spans) - 1
+        if not record.size_bytes:
+            return
+        self.events.append((record, -record.size_bytes))
+        self.live[record.space] -= record.size_bytes
+        if record.block is not None:
+            assert self.allocator is not None
+            self.allocator.free(record.block, keep_active)
+
+    def reset_peak(self) -> None:
+        self.peak = dict(self.live)
+        if self.allocator is not None:
+            self.allocator.reset_peaks()

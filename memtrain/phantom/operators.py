@@ -1,0 +1,206 @@
+"""Operators that CUDA runs otherwise than other devices: attention, RMS norm, 16-bit softmax.
+
+Without these the phantom would run their composite forms, and allocate what CUDA never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+AUTOGRAD_KEY = "AutogradPrivateUse1"
+
+
+def register(library: Any, compute_capability: Callable[[], float]) -> None:
+    """Override them under `library` (aten, IMPL) for the phantom's autograd key."""
+
+    def attention_now(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(compute_capability())(*args, **kwargs)
+
+    library.impl("scaled_dot_product_attention", attention_now, AUTOGRAD_KEY)
+    library.impl("softmax.int", _half_to_float(aten._softmax.default), AUTOGRAD_KEY)
+    library.impl("log_softmax.int", _half_to_float(aten._log_softmax.default), AUTOGRAD_KEY)
+    if hasattr(aten, "_fused_rms_norm"):
+        library.impl("_fused_rms_norm", _fused_rms_norm, AUTOGRAD_KEY)
+
+
+def attention(capability: float) -> Callable[..., torch.Tensor]:
+    """`scaled_dot_product_attention`, by its own signature, on a card of `capability`."""
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability
+        )
+
+    return run
+
+
+def scaled_dot_product_attention(
+    q: torch.Tensor,  # (B, H, T, D)
+    k: torch.Tensor,  # (B, K, S, D)
+    v: torch.Tensor,  # (B, K, S, E)
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    capability: float,
+) -> torch.Tensor:
+    """The kernel that CUDA would choose (aten/src/ATen/native/transformers/attention.cpp)."""
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=gqa
+        )[0]
+    kernel = choose_kernel(q, k, v, mask, dropout_p, causal, gqa, capability)
+    scale = scale if scale is not None else q.shape[-1] ** -0.5
+    if kernel == "flash":
+        return _flash(q, k, v, dropout_p, causal, scale)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype, device=q.device))
+    if kernel == "efficient":
+        return _efficient(q, k, v, mask, dropout_p, causal, scale)
+    return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=gqa
+    )[0]
+
+
+def choose_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    gqa: bool,
+    capability: float,
+) -> str:
+    """`flash`, `efficient` or `math`, in that order (sdp_utils.cpp, `select_sdp_backend`).
+
+    Where cuDNN's kernel comes first (Hopper, recent cuDNN) flash stands for it: same tensors.
+    """
+    shapes_ok = q.dim() == k.dim() == v.dim() == 4 and 0 not in (*q.shape, *k.shape)
+    same_heads = shapes_ok and q.shape[1] == k.shape[1] == v.shape[1]
+    if (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and shapes_ok
+        and mask is None
+        and q.dtype in HALF
+        and capability >= 8.0
+        and q.shape[-1] == k.shape[-1] == v.shape[-1]
+        and _flash_head_dim_ok(q, k, v, dropout_p, capability)
+        and (same_heads or (gqa and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0))
+        and not (causal and q.shape[2] != k.shape[2])
+    ):
+        return "flash"
+    if (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and same_heads
+        and _efficient_dtype_ok(q, v, capability)
+    ):
+        return "efficient"
+    return "math"
+
+
+def _flash_head_dim_ok(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, capability: float
+) -> bool:
+    """At most 256; backward above 192 needs more shared memory than consumer cards have."""
+    head_dim = q.shape[-1]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if needs_grad and capability in (8.6, 8.9, 12.0, 12.1) and head_dim > 192:
+        return 224 < head_dim <= 256 and dropout_p == 0.0
+    return head_dim <= 256
+
+
+def _efficient_dtype_ok(q: torch.Tensor, v: torch.Tensor, capability: float) -> bool:
+    """fp32, fp16 and (from 8.0) bf16, with rows of a multiple of 16 bytes."""
+    dtypes = [torch.float32, torch.float16, *([torch.bfloat16] if capability >= 8.0 else [])]
+    multiple = 16 // q.element_size()
+    return q.dtype in dtypes and q.shape[-1] % multiple == 0 and v.shape[-1] % multiple == 0
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, causal: bool, scale: float
+) -> torch.Tensor:
+    head_dim = q.shape[-1]
+    if head_dim % 8:  # `pad_last_dim<8>`
+        q, k, v = (F.pad(t, (0, 8 - head_dim % 8)) for t in (q, k, v))
+    out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, False, scale=scale)[
+        0
+    ]
+    return out[..., :head_dim] if out.shape[-1] != head_dim else out  # type: ignore[no-any-return]
+
+
+def _efficient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    needs_lse = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if mask is not None:
+        mask = _aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        q, k, v, mask, needs_lse, dropout_p, causal, scale=scale
+    )[0]
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask whose rows are no multiple of 8 is copied with longer rows (`pad_bias<16>`)."""
+    keys = mask.shape[-1]
+    if keys % 8 == 0 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    return F.pad(mask, (0, 16 - keys % 16))[..., :keys]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """`_fused_rms_norm` saves its input, its weight and one fp32 number per row, nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        dx, dweight = aten._fused_rms_norm_backward(grads[0], x, ctx.shape, rstd, weight, mask)
+        return dx, None, dweight, None
+
+
+def _fused_rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    return _RMSNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
+def _half_to_float(op: Any) -> Callable[..., torch.Tensor]:
+    """An fp32 softmax of fp16 on CUDA reads the fp16 tensor (native/SoftMax.cpp, `softmax`)."""
+
+    def run(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if x.dtype == torch.float16 and dtype == torch.float32 and x.device.type != "cpu":
+            return op(x, dim, True)  # type: ignore[no-any-return]
+        return op(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+    return run

@@ -1,0 +1,217 @@
+"""What a run took: the peak, who held it, what moved and what was computed. Plain data."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memtrain.phantom.ledger import (
+    BACKWARD,
+    DEVICE,
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    Ledger,
+    Record,
+)
+
+CATEGORIES = (
+    "weights",
+    "gradients",
+    "optimizer_state",
+    "weight_copies",
+    "activations",
+    "temporaries",
+    "buffers",
+    "workspaces",
+    "inputs",
+    "other",
+)
+TIMELINE_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class OpUse:
+    """All calls of one operator in one phase and compute type, in the last step."""
+
+    name: str
+    phase: str
+    dtype: str
+    kind: str
+    """`matmul`, `attention` or `other`."""
+    on_device: bool
+    calls: int
+    flops: int
+    moved_bytes: int
+    """Bytes of all inputs and outputs: what a kernel reads and writes at least."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A moment at which allocated memory was largest."""
+
+    event: int
+    phase: str
+    allocated_bytes: int
+    categories: dict[str, int]
+    """Bytes by category; they sum to `allocated_bytes`, as do those of `modules`."""
+    modules: dict[str, int]
+    """Bytes by path of the module that owns or made them ("" for none)."""
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    event: int
+    phase: str
+    allocated_bytes: int
+    categories: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run on the phantom. Peaks are over the whole run; what moved and what was computed is
+    that of the last step (`step_boundary` ends one; without it, the whole run is one)."""
+
+    card: str
+    capacity_bytes: int | None
+    fits: bool
+    peak_allocated_bytes: int
+    peak_active_bytes: int
+    peak_reserved_bytes: int
+    end_allocated_bytes: int
+    peak_phase: str
+    peak_step: int
+    categories: dict[str, int]
+    modules_at_peak: dict[str, int]
+    phases: dict[str, Peak]
+    step_peak_bytes: list[int]
+    timeline: list[TimelinePoint]
+    fragmentation_bytes: int
+    """Reserved but not active at the end, and the largest free block of it."""
+    largest_free_block_bytes: int
+    host_peak_bytes: int
+    host_pageable_peak_bytes: int
+    host_pinned_peak_bytes: int
+    host_end_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    flops: dict[str, int]
+    """By kind: matmul, attention."""
+    ops: list[OpUse]
+
+
+def category_of(record: Record, ledger: Ledger) -> str:
+    """What `record` was. What nothing marked is told by its life.
+
+    Made in forward (or in a forward that backward repeats) and still there when it ended: kept
+    for backward. Made in an optimizer step and kept: its state. Made in backward and kept: the
+    gradient of a tensor that no module holds. Freed in the phase it was made in: temporary.
+    Made between phases and freed by backward: kept for it (a loss outside any module).
+    """
+    if record.category is not None and record.category != "inputs":
+        return record.category
+    born = ledger.spans[record.born]
+    died = None if record.died is None else ledger.spans[record.died]
+    if born.repeated:
+        return "temporaries" if record.died == record.born else "activations"
+    if died is not None and died.run == born.run:
+        return "temporaries"
+    if born.phase == FORWARD:
+        return "activations"
+    if born.phase == OPTIMIZER:
+        return "optimizer_state" if died is None else "temporaries"
+    if born.phase == BACKWARD:
+        return "gradients"
+    if record.category is None and died is not None and died.phase == BACKWARD:
+        return "activations"
+    return "inputs" if record.category == "inputs" else "other"
+
+
+def walk(ledger: Ledger, space: str = DEVICE) -> Iterator[tuple[int, str, int, dict[str, int]]]:
+    """(event, phase, allocated bytes, bytes by category) after every event; one dict, updated."""
+    held = dict.fromkeys(CATEGORIES, 0)
+    total = 0
+    for event, phase, record, change in _events(ledger, space):
+        total += change
+        held[category_of(record, ledger)] += change
+        yield event, phase, total, held
+
+
+def _events(ledger: Ledger, space: str) -> Iterator[tuple[int, str, Record, int]]:
+    span = 0
+    spans = ledger.spans
+    for event, (record, change) in enumerate(ledger.events):
+        while span + 1 < len(spans) and spans[span + 1].event <= event:
+            span += 1
+        if record.space == space:
+            yield event, spans[span].phase, record, change
+
+
+class _Maxima:
+    """Where allocated memory was largest: overall, by phase and by step."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.bytes = dict.fromkeys(PHASES, 0)
+        self.event = dict.fromkeys(PHASES, 0)
+        self.steps = [0] * len(ledger.steps)
+        self.end_bytes = 0
+        self.count = 0
+        total = 0
+        step = 0
+        for event, phase, _, change in _events(ledger, DEVICE):
+            total += change
+            self.count += 1
+            while step + 1 < len(ledger.steps) and ledger.steps[step + 1] <= event:
+                step += 1
+                self.steps[step] = total - change  # what the step before left
+            if change > 0 and total > self.bytes[phase]:
+                self.bytes[phase], self.event[phase] = total, event
+            self.steps[step] = max(self.steps[step], total)
+        self.end_bytes = total
+        self.phase = max(PHASES, key=lambda phase: self.bytes[phase])
+        self._step_starts = ledger.steps
+
+    def step_of(self, event: int) -> int:
+        return bisect_right(self._step_starts, event) - 1
+
+
+def peaks(ledger: Ledger) -> tuple[dict[str, Peak], list[TimelinePoint], _Maxima]:
+    """The peak of each phase that has one, and the timeline with a point for each of them."""
+    maxima = _Maxima(ledger)
+    wanted = {maxima.event[phase]: phase for phase in PHASES if maxima.bytes[phase]}
+    every = max(1, maxima.count // TIMELINE_POINTS)
+    modules: dict[str, int] = {}
+    found: dict[str, Peak] = {}
+    timeline = []
+    points = zip(walk(ledger), _events(ledger, DEVICE), strict=True)
+    for number, ((event, phase, total, held), (_, _, record, change)) in enumerate(points):
+        modules[record.module] = modules.get(record.module, 0) + change
+        if event in wanted:
+            by_module = {path: size for path, size in modules.items() if size}
+            found[wanted[event]] = Peak(event, phase, total, _filled(held), by_module)
+        if event in wanted or number % every == 0:
+            timeline.append(TimelinePoint(event, phase, total, _filled(held)))
+    return found, timeline, maxima
+
+
+def held_now(ledger: Ledger) -> dict[str, int]:
+    """Bytes by category of what is live."""
+    held = dict.fromkeys(CATEGORIES, 0)
+    for _, _, record, change in _events(ledger, DEVICE):
+        held[category_of(record, ledger)] += change
+    return _filled(held)
+
+
+def _filled(held: dict[str, int]) -> dict[str, int]:
+    return {category: size for category, size in held.items() if size}
+
+
+def host_peaks(ledger: Ledger) -> tuple[int, int]:
+    """Largest and last sum of pageable and pinned host bytes."""
+    total = peak = 0
+    for record, change in ledger.events:
+        if record.space != DEVICE:
+            total += change
+            peak = max(peak, total)
+    return peak, total
