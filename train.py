@@ -9,12 +9,14 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverrideParseException
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import errors, sweep
+from memtrain.planner.child import PlannerProcess
 
 OmegaConf.register_new_resolver("project_root", lambda: str(Path(__file__).resolve().parent))
 OmegaConf.register_new_resolver("process_id", os.getpid)
@@ -26,16 +28,36 @@ def job(config: DictConfig) -> float | None:
     settings = HydraConfig.get()
     if settings.mode == RunMode.MULTIRUN:
         return sweep.run_job(Path(__file__).resolve(), settings)
-    from memtrain import tasks  # torch is imported only where something is computed
+    tree = plain_tree(config)
+    plans = (tree.get("task"), tree.get("plan")) == ("train", "on")
+    planner = PlannerProcess() if plans else None  # starts while torch is imported here
+    from memtrain import tasks
 
-    tree: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    place = tasks.Place(Path(settings.runtime.output_dir), Path(settings.runtime.cwd))
-    return tasks.run(tree, place, list(settings.overrides.task))
+    folder, base = Path(settings.runtime.output_dir), Path(settings.runtime.cwd)
+    return tasks.run(tree, tasks.Place(folder, base, list(settings.overrides.task), planner))
+
+
+def plain_tree(config: DictConfig) -> dict[str, Any]:
+    """Without omegaconf from here on. Ends the process where a value is missing or cannot be resolved."""
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        sys.exit(refuse(error))
+
+
+def refuse(error: Exception) -> int:
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    return errors.EXIT_REFUSED
 
 
 def one_line(error: Exception) -> str:
     """A composition error without the lines that only make sense to Hydra's developers."""
     text = str(error)
+    if text.startswith("Config group override must be"):
+        wrong = [word for word in sys.argv[1:] if re.fullmatch(r"\w+=(\d+|null)", word)]
+        return f"{' or '.join(wrong)}: a group takes the name of a choice; `--help` lists them"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read ({text.splitlines()[0]}); quote the value, as in key='\"a=b\"'"
     if match := re.match(r"Could not override '([^']+)'", text):
         return f"{match[1]}: unknown key or choice; `python train.py --help` lists them"
     return " ".join(text.split("Config search path")[0].split())
@@ -46,9 +68,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_TERMINATED))
     try:
         job()
-    except (HydraException, OmegaConfBaseException, errors.UserError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return errors.EXIT_REFUSED
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        return refuse(error)  # a task's own errors end in the task: these are Hydra's
     except KeyboardInterrupt:
         return errors.EXIT_INTERRUPTED
     return errors.EXIT_OK

@@ -77,6 +77,8 @@ class ModelConfig:
     qkv_bias: bool | None
     """Bias of the query, key and value projections alone; null: as `bias`."""
     dropout: Probability
+    config: str | None
+    """For `model=hf`: a transformers config.json, planned without weights; the keys above are then not used."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,12 @@ class TokenizerConfig:
     """For `file`: any tokenizer.json."""
 
 
+Precision = Literal["fp32", "bf16", "fp16", "bf16_true", "fp8"]
+
+
 @dataclass(frozen=True)
 class PrecisionConfig:
-    name: Literal["fp32", "bf16", "fp16", "bf16_true", "fp8"]
+    name: Precision
     tf32: bool
     """Matrix products of fp32 tensors in TF32 on CUDA cards that have it."""
     master_weights: bool
@@ -205,7 +210,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Config:
-    task: Literal["train", "generate", "numerics"]
+    task: Literal["train", "plan", "generate", "numerics"]
     name: str
     """Names the folder of the run: outputs/runs/<name>/..."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)]
@@ -231,6 +236,8 @@ class Config:
     keep: int
     resume: str | None
     compile: Literal["off", "blocks", "model"]
+    plan: Literal["on", "off"]
+    """Predict the peak memory of a training run before it starts."""
     deterministic: bool
     """Only deterministic kernels; an operation without one is an error."""
     model: ModelConfig
@@ -399,6 +406,17 @@ def _sqrt_sets_segments(config: Config) -> None:
         )
 
 
+def _hf_is_planned(config: Config) -> None:
+    if config.model.config is None:
+        return
+    if config.task != "plan":
+        raise UserError(
+            f"model=hf: can be planned, not run; use task=plan instead of task={config.task}"
+        )
+    if segment_blocks(config) > 1 or config.checkpointing.policy != "segments":
+        raise UserError("model=hf: recomputes every block or none; use checkpoint_every=1 or 0")
+
+
 def _random_has_no_text(config: Config) -> None:
     if config.data.source == "random" and config.task == "generate":
         raise UserError("task=generate: needs a run on text; drop data=random")
@@ -434,6 +452,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _betas_are_two,
     _sqrt_sets_segments,
     _random_has_no_text,
+    _hf_is_planned,
 )
 
 

@@ -28,7 +28,8 @@ def run_job(script: Path, settings: Any) -> float:
     overrides = list(settings.overrides.task)
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     command = [sys.executable, str(script), *job_arguments(settings, folder)]
-    code = wait_for(subprocess.Popen(command, cwd=settings.runtime.cwd))
+    process = subprocess.Popen(command, cwd=settings.runtime.cwd, stderr=subprocess.PIPE)
+    code = wait_for(process, folder / "stderr.log")
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     summary = read_summary(folder)
@@ -39,7 +40,10 @@ def run_job(script: Path, settings: Any) -> float:
     summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if code:
-        print(f"job {settings.job.num} {summary['status']}: see {folder}/train.log", flush=True)
+        print(
+            f"job {settings.job.num} {summary['status']}: see {folder}/stderr.log and train.log",
+            flush=True,
+        )
     metric = summary.get("metric")
     return float("nan") if code or metric is None else float(metric)
 
@@ -55,9 +59,15 @@ def job_arguments(settings: Any, folder: Path) -> list[str]:
     return [*flags, *settings.overrides.task, *own, f'hydra.run.dir="{quoted}"']
 
 
-def wait_for(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code; whatever stops us stops the job too."""
+def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    """The exit code; `log` keeps what the job said to stderr; whatever stops us stops the job too."""
+    assert process.stderr
     try:
+        for line in process.stderr:
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+            with log.open("ab") as file:
+                file.write(line)
         return process.wait()
     except BaseException:
         process.terminate()

@@ -3,7 +3,8 @@
 import logging
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from memtrain import config as config_module
 from memtrain.cards import Card, match_card
 from memtrain.config import Config
+from memtrain.data.loader import Loader, RandomTokens
 from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import describe_device, host_memory_bytes, select_device
@@ -29,31 +31,36 @@ from memtrain.errors import (
     NotFiniteError,
     UserError,
 )
-from memtrain.model.transformer import Transformer, count_parameters, step_flops
-from memtrain.report import console, formats, plots
+from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
+from memtrain.planner.child import PlannerProcess, PlanningFailed
+from memtrain.planner.predict import make_plan
+from memtrain.report import console, formats, planned
 from memtrain.report.board import Board
 from memtrain.report.recorder import Recorder, write_json
-from memtrain.units import format_count
+from memtrain.units import MIB, format_count
 
 log = logging.getLogger("memtrain")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes, and the folder that the user's relative paths start from."""
+    """Where a run writes, the folder that relative paths start from, and what was typed."""
 
     folder: Path
     base: Path
+    overrides: list[str] = field(default_factory=list)
+    planner: PlannerProcess | None = None
+    """Predicts a training run while it prepares; None: planning is off."""
 
 
-def run(tree: dict[str, Any], place: Place, overrides: list[str]) -> float | None:
+def run(tree: dict[str, Any], place: Place) -> float | None:
     """Run the task that the composed config names and leave summary.json, however it ends.
 
     Returns the sweep's metric. Ends the process with the exit code of `memtrain.errors` if the task fails.
     """
     place.folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
-    summary |= {"overrides": overrides, "run_dir": str(place.folder)}
+    summary |= {"overrides": place.overrides, "run_dir": str(place.folder)}
     try:
         config = config_module.parse(tree)
         for warning in config_module.no_effect_warnings(config):
@@ -73,6 +80,8 @@ def run(tree: dict[str, Any], place: Place, overrides: list[str]) -> float | Non
         sys.exit(code)
     finally:
         write_json(place.folder / "summary.json", summary)
+        if place.planner:
+            place.planner.close()
     metric: float | None = summary["metric"]
     return metric
 
@@ -99,18 +108,36 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     data = build.build_data(config, place.base, console.task_progress)
     dimensions = build.build_dimensions(config, data.vocab_size)
     loader = build.build_loader(config, data, device)
-    if data.tokenizer:
-        data.tokenizer.save(place.folder / "tokenizer.json")
+    found = plan_run(config, place, dimensions.vocab_size, device)
+    try:
+        summary = predicted_figures(found)
+        summary |= train_model(config, place, device, data, dimensions, loader)
+    except torch.OutOfMemoryError as error:
+        explain_out_of_memory(config, place, dimensions.vocab_size, device, found, error)
+        raise
+    finally:
+        loader.close()
+    console.print_summary(summary | {"run_dir": place.folder})
+    return summary
+
+
+def train_model(
+    config: Config,
+    place: Place,
+    device: torch.device,
+    data: build.Data,
+    dimensions: Dimensions,
+    loader: Loader | RandomTokens,
+) -> dict[str, Any]:
+    """Build, train, save, sample; the summary's figures come back."""
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
-    token_flops = step_flops(dimensions, n_parameters, config.seq_len)
+    flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
     with (
         console.Progress(config.steps) as progress,
-        Recorder(
-            place.folder, progress.update, peak_flops(config, device), token_flops
-        ) as recorder,
+        Recorder(place.folder, progress.update, *flops) as recorder,
     ):
         train_loop(
             step,
@@ -123,19 +150,27 @@ def train(config: Config, place: Place) -> dict[str, Any]:
             eval_every=config.eval_every,
             max_skipped=config.optimizer.max_skipped,
         )
-        loader.close()
         save_weights(model, place.folder)
         summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
-        summary["vocab_size"] = dimensions.vocab_size
-        if data.train is not None:
-            summary["unigram_entropy"] = unigram_entropy(data.train, data.vocab_size)
-        if data.tokenizer and config.generate.tokens:
-            summary["sample"] = sample(config, model, data.tokenizer)
+        summary |= what_was_learned(config, model, data, place)
+        if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
-        recorder.board.hparams(hyperparameters(config), metrics(summary))
-    summary["host_peak_rss_bytes"] = host_memory_bytes("VmHWM")
-    console.print_summary(summary | {"run_dir": place.folder})
-    return summary
+        recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
+    return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
+
+
+def what_was_learned(
+    config: Config, model: Transformer, data: build.Data, place: Place
+) -> dict[str, Any]:
+    """What the loss is to be held against, and a sample of text."""
+    found: dict[str, Any] = {"vocab_size": model.dimensions.vocab_size}
+    if data.train is not None:
+        found["unigram_entropy"] = unigram_entropy(data.train, data.vocab_size)
+    if data.tokenizer:
+        data.tokenizer.save(place.folder / "tokenizer.json")
+        if config.generate.tokens:
+            found["sample"] = sample(config, model, data.tokenizer)
+    return found
 
 
 def header(config: Config, model: Transformer, device: torch.device, windows: int) -> list[str]:
@@ -189,25 +224,126 @@ def sample(config: Config, model: Transformer, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(tokens)
 
 
-def hyperparameters(config: Config) -> dict[str, Any]:
-    """What a sweep may vary, for TensorBoard's HPARAMS tab."""
-    keys = ("steps", "micro_batch", "seq_len", "accum", "checkpoint_every", "clip", "seed")
-    chosen: dict[str, Any] = {key: getattr(config, key) for key in keys}
-    return chosen | {
+def hyperparameters(config: Config, overrides: list[str]) -> dict[str, Any]:
+    """The four switches and what was typed, for TensorBoard's HPARAMS tab."""
+    typed = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    return typed | {
         "precision": config.precision.name,
-        "checkpointing": config.checkpointing.policy,
+        "accum": config.accum,
+        "checkpoint_every": config_module.segment_blocks(config),
         "offload": config.offload.mode,
-        "optimizer": config.optimizer.name,
-        "lr": config.optimizer.lr,
-        "loss": config.loss.name,
-        "dim": config.model.dim,
-        "n_layers": config.model.n_layers,
     }
 
 
 def metrics(summary: dict[str, Any]) -> dict[str, float | None]:
     keys = ("final_loss", "val_loss", "tokens_per_second", "peak_allocated_bytes")
     return {key: summary.get(key) for key in (*keys, "peak_reserved_bytes", "host_peak_rss_bytes")}
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+PLAN_SUMMARY = (
+    "gpu",
+    "fits",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_total_bytes",
+    "host_bytes",
+    "step_seconds",
+    "tokens_per_second",
+    "parameters",
+)
+"""What summary.json takes over from plan.json."""
+
+
+def plan(config: Config, place: Place) -> dict[str, Any]:
+    """What the run would take on a card: the verdict first, then who holds it, the host, the speed."""
+    if config.model.config:
+        path = str(config_module.resolve_path(config.model.config, place.base))
+        config = replace(config, model=replace(config.model, config=path))
+    from memtrain.report import plots  # matplotlib takes a third of a second to import
+
+    card = chosen_card(config, select_device(config.device))
+    vocab_size = build.expected_vocab_size(config, place.base)
+    found = make_plan(config, build.build_dimensions(config, vocab_size), card)
+    timeline = found.pop("timeline")
+    write_json(place.folder / "plan.json", found)
+    figure = plots.timeline_figure(
+        timeline, found["capacity_bytes"], f"{' '.join(place.overrides)} on {card.name}"
+    )
+    plots.save_png(figure, place.folder / "timeline.png")
+    with closing(Board(place.folder)) as board:
+        board.figure("plan/timeline", figure)
+    console.print_verdict(planned.verdict(found), found["fits"])
+    console.print_table(planned.plan_table(found))
+    console.print_header([*planned.plan_lines(found), f"files      {place.folder}"])
+    return {key: found[key] for key in PLAN_SUMMARY}
+
+
+def chosen_card(config: Config, device: torch.device) -> Card:
+    """`gpu=auto` is the card in the machine, else the one the config states."""
+    stated = Card(**{name: getattr(config.gpu, name) for name in Card.__dataclass_fields__})
+    if not config.gpu.auto or device.type != "cuda":
+        return stated
+    properties = torch.cuda.get_device_properties(device)
+    known = machine_card(device) or stated
+    return replace(known, name=properties.name, memory_mib=properties.total_memory // MIB)
+
+
+def plan_run(
+    config: Config, place: Place, vocab_size: int, device: torch.device
+) -> dict[str, Any] | None:
+    """The verdict before anything is allocated. What fails here is a warning, never the end of a run."""
+    if place.planner is None:
+        return None
+    card = asdict(chosen_card(config, device))
+    place.planner.ask("plan", tree=asdict(config), vocab_size=vocab_size, card=card)
+    try:
+        found: dict[str, Any] = place.planner.answer()
+    except PlanningFailed as error:
+        console.print_warning(f"this run could not be planned: {error}")
+        return None
+    write_json(place.folder / "plan.json", {k: v for k, v in found.items() if k != "timeline"})
+    console.print_verdict(planned.verdict(found), found["fits"])
+    if not found["fits"]:
+        console.print_warning("this run is predicted to end out of memory on that card")
+    return found
+
+
+def predicted_figures(found: dict[str, Any] | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    return {
+        "planned_gpu": found["gpu"],
+        "predicted_peak_allocated_bytes": found["peak_allocated_bytes"],
+        "predicted_peak_reserved_bytes": found["peak_reserved_bytes"],
+    }
+
+
+def explain_out_of_memory(
+    config: Config,
+    place: Place,
+    vocab_size: int,
+    device: torch.device,
+    found: dict[str, Any] | None,
+    error: BaseException,
+) -> None:
+    """One screen: what was asked, who held the memory, and the cheapest changes that fit."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(place.folder / "memory_snapshot.pickle"))  # type: ignore[no-untyped-call]
+    console.print_header(["", f"OUT OF MEMORY on {describe_device(device)}", f"asked      {error}"])
+    if found is None or place.planner is None:
+        console.print_header(["plan=on would say here what to change"])
+        return
+    console.print_header([f"predicted  {planned.verdict(found)}"])
+    console.print_table(planned.plan_table(found))
+    card = asdict(chosen_card(config, device))
+    place.planner.ask("suggest", tree=asdict(config), vocab_size=vocab_size, card=card)
+    console.print_header(["planning what would fit ..."])
+    try:
+        console.print_header(planned.suggestion_lines(place.planner.answer(), place.overrides))
+    except PlanningFailed as failure:
+        console.print_warning(f"no advice: {failure}")
 
 
 # --- generate -----------------------------------------------------------------------------------------------------
@@ -239,6 +375,8 @@ def finished_run(config: Config, place: Place) -> Path:
 
 def numerics(config: Config, place: Place) -> dict[str, Any]:
     """What each float format can hold, and what it would lose of this model's gradients."""
+    from memtrain.report import plots
+
     console.print_table(formats.formats_table(formats.float_formats()))
     device = select_device(config.device)
     build.prepare_torch(config)
@@ -252,12 +390,9 @@ def numerics(config: Config, place: Place) -> dict[str, Any]:
     console.print_table(formats.shares_table(shares))
     figure = plots.gradient_histogram_figure(histograms, formats.float_formats())
     plots.save_png(figure, place.folder / "numerics.png")
-    board = Board(place.folder)
-    board.figure("numerics/gradients", figure)
-    board.close()
-    console.print_header(
-        [f"histogram  {place.folder / 'numerics.png'}, and in TensorBoard's IMAGES"]
-    )
+    with closing(Board(place.folder)) as board:
+        board.figure("numerics/gradients", figure)
+    console.print_header([f"histogram  {place.folder / 'numerics.png'}, also in TensorBoard"])
     return {
         "parameters": count_parameters(model),
         "device": describe_device(device),
@@ -290,4 +425,4 @@ def gradients_after(config: Config, step: TrainStep, loader: Any) -> dict[str, t
     return {name: p.grad.float() / scale for name, p in named if p.grad is not None}
 
 
-TASKS = {"train": train, "generate": generate, "numerics": numerics}
+TASKS = {"train": train, "plan": plan, "generate": generate, "numerics": numerics}

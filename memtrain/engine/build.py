@@ -31,6 +31,7 @@ from memtrain.errors import UserError
 from memtrain.memory.activation_offload import ActivationOffload
 from memtrain.memory.master_weights import MasterWeights
 from memtrain.memory.recompute import recompute_alternate, recompute_segments
+from memtrain.model.hf import HFCausalLM, LanguageModel, make_hf_model
 from memtrain.model.loss import LossFunction, full_loss
 from memtrain.model.transformer import Dimensions, Transformer, make_transformer
 
@@ -126,6 +127,18 @@ def build_tokenizer(
     return load_tokenizer(path)
 
 
+def expected_vocab_size(config: Config, base: Path) -> int:
+    """The data's vocabulary, without reading the text: for planning."""
+    if config.data.source == "random":
+        return config.data.vocab_size
+    if config.data.source == "tokens":
+        assert isinstance(config.data.path, str)
+        return store.open_tokens(resolve_path(config.data.path, base)).vocab_size
+    if config.tokenizer.kind == "bpe":
+        return config.tokenizer.vocab_size
+    return build_tokenizer(config.tokenizer, [], base, base, lambda *_: nullcontext()).vocab_size  # type: ignore[arg-type]
+
+
 def build_loader(config: Config, data: Data, device: torch.device) -> Loader | RandomTokens:
     if data.train is None:
         return RandomTokens(
@@ -185,8 +198,18 @@ def build_dimensions(config: Config, vocab_size: int) -> Dimensions:
     )
 
 
+def weight_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.precision.name == "bf16_true" else torch.float32
+
+
+def build_hf_model(config: Config, device: torch.device) -> HFCausalLM:
+    assert config.model.config
+    recompute = bool(segment_blocks(config))
+    return make_hf_model(Path(config.model.config), recompute, device, weight_dtype(config))
+
+
 def build_model(config: Config, dimensions: Dimensions, device: torch.device) -> Transformer:
-    dtype = torch.bfloat16 if config.precision.name == "bf16_true" else torch.float32
+    dtype = weight_dtype(config)
     model = make_transformer(dimensions, device, dtype)
     every = segment_blocks(config)
     if every and config.checkpointing.policy == "alternate":
@@ -196,7 +219,7 @@ def build_model(config: Config, dimensions: Dimensions, device: torch.device) ->
     return model
 
 
-def build_optimizer(config: Config, model: Transformer) -> Optimizer:
+def build_optimizer(config: Config, model: LanguageModel) -> Optimizer:
     wanted = config.optimizer
     make = partial(
         make_optimizer,
@@ -214,7 +237,7 @@ def build_optimizer(config: Config, model: Transformer) -> Optimizer:
     return make(groups)
 
 
-def build_step(config: Config, model: Transformer, device: torch.device) -> TrainStep:
+def build_step(config: Config, model: LanguageModel, device: torch.device) -> TrainStep:
     scaler = GradScaler(
         device.type,
         init_scale=config.precision.loss_scale,

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from memtrain.data.loader import Batch
 from memtrain.device import autocast
+from memtrain.model.hf import LanguageModel
 from memtrain.model.loss import LossFunction
-from memtrain.model.transformer import Transformer
 
 
 @dataclass
@@ -24,7 +24,7 @@ class TrainStep:
     `stepped` is 0 where loss or gradient was not finite, or nothing was to be learned: then nothing has changed.
     """
 
-    model: Transformer
+    model: LanguageModel
     loss_function: LossFunction
     optimizer: Optimizer
     scaler: GradScaler

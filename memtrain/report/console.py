@@ -121,6 +121,11 @@ def print_header(config_lines: Iterable[str]) -> None:
         say(line)
 
 
+def print_verdict(text: str, good: bool) -> None:
+    """The one line that says whether it fits."""
+    say(text, style="bold green" if good else "bold red")
+
+
 def print_warning(text: str) -> None:
     """One line `warning: ...` on stderr."""
     print(f"warning: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)
@@ -182,9 +187,10 @@ def predicted_text(summary: Mapping[str, Any]) -> str:
     predicted = summary.get("predicted_peak_allocated_bytes")
     if not predicted:
         return ""
+    card = summary.get("planned_gpu")
     measured = summary.get("peak_allocated_bytes")
     error = f" ({predicted / measured - 1:+.1%} against measured)" if measured else ""
-    return f"{format_bytes(predicted)} allocated{error}"
+    return f"{format_bytes(predicted)} allocated{f' on {card}' if card else ''}{error}"
 
 
 def host_text(summary: Mapping[str, Any]) -> str:

@@ -45,7 +45,9 @@ def test_accumulation_is_the_mean_over_all_targets(
     overrides = [recompute, f"offload={offload}", f"clip={clip}", f"optimizer={optimizer}"]
     results = []
     for micro_batch in (8, 2):
-        step = bench.step(tiny(*overrides, f"optimizer.lr={'1e-3' if optimizer == 'adamw' else '0.1'}"))
+        step = bench.step(
+            tiny(*overrides, f"optimizer.lr={'1e-3' if optimizer == 'adamw' else '0.1'}")
+        )
         for number in range(3):
             figures = step(bench.window(bench.samples(seed=number), micro_batch))
         results.append((figures, bench.weights(step)))
@@ -207,7 +209,9 @@ def test_block_is_the_textbook_block():
     from memtrain.model.transformer import Dimensions, make_block
 
     torch.manual_seed(0)
-    d = Dimensions(vocab_size=64, dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=128, max_seq_len=16)
+    d = Dimensions(
+        vocab_size=64, dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=128, max_seq_len=16
+    )
     block: Block = make_block(d)
     reference = nn.TransformerEncoderLayer(
         32, 4, 128, dropout=0.0, activation=nn.GELU("tanh"), batch_first=True, norm_first=True

@@ -1,0 +1,106 @@
+"""What would make a run fit: its neighbours, planned, the cheapest first."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from memtrain.cards import Card
+from memtrain.config import Config, Precision, segment_blocks
+from memtrain.model.transformer import Dimensions
+from memtrain.planner.predict import predict
+from memtrain.planner.speed import estimate_speed
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A config near the one that did not fit, and what it is predicted to take."""
+
+    overrides: tuple[str, ...]
+    config: Config
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    overrides: tuple[str, ...]
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_bytes: int
+    tokens_per_second: float
+
+
+def suggest(config: Config, dimensions: Dimensions, card: Card, most: int = 3) -> list[Suggestion]:
+    """The fastest neighbours that fit `card`; none if nothing fits."""
+    fitting = []
+    for neighbour in neighbours(config):
+        report = predict(neighbour.config, dimensions, card).report
+        if not report.fits:
+            continue
+        speed = estimate_speed(report, card, config.precision.tf32)
+        tokens = neighbour.config.micro_batch * neighbour.config.accum * config.seq_len
+        fitting.append(
+            Suggestion(
+                neighbour.overrides,
+                report.peak_allocated_bytes,
+                report.peak_reserved_bytes,
+                report.host_peak_bytes,
+                tokens / speed.step_seconds,
+            )
+        )
+    return sorted(fitting, key=lambda found: -found.tokens_per_second)[:most]
+
+
+def neighbours(config: Config) -> Iterator[Neighbour]:
+    """One change at a time, then chains of them; each keeps the tokens of a step."""
+    start = Neighbour((), config)
+    for options in (smaller_batches, recomputes, offloads, precisions):
+        yield from options(config)
+    yield from chain(start, recomputes, smaller_batches, offloads, precisions)
+    yield from chain(start, recomputes, offloads, precisions)
+
+
+def chain(start: Neighbour, *links: Callable[[Config], Iterator[Neighbour]]) -> Iterator[Neighbour]:
+    """`start` with the strongest option of one link after the other added, from two changes on."""
+    current, changes = start, 0
+    for link in links:
+        for option in list(link(current.config))[-1:]:
+            current = Neighbour((*current.overrides, *option.overrides), option.config)
+            changes += 1
+            if changes > 1:
+                yield current
+
+
+def smaller_batches(config: Config) -> Iterator[Neighbour]:
+    """Half the micro-batch, twice the accumulation, down to single sequences."""
+    micro_batch, accum = config.micro_batch, config.accum
+    while micro_batch % 2 == 0:
+        micro_batch, accum = micro_batch // 2, accum * 2
+        yield Neighbour(
+            (f"micro_batch={micro_batch}", f"accum={accum}"),
+            replace(config, micro_batch=micro_batch, accum=accum),
+        )
+
+
+def recomputes(config: Config) -> Iterator[Neighbour]:
+    if config.checkpointing.policy != "segments":
+        policy = replace(config.checkpointing, policy="segments")
+        changed = replace(config, checkpoint_every=1, checkpointing=policy)
+        yield Neighbour(("checkpointing=every_layer",), changed)
+    elif segment_blocks(config) != 1:
+        yield Neighbour(("checkpoint_every=1",), replace(config, checkpoint_every=1))
+
+
+def offloads(config: Config) -> Iterator[Neighbour]:
+    for mode in ("activations", "optimizer"):
+        if config.offload.mode == "none":
+            yield Neighbour(
+                (f"offload={mode}",), replace(config, offload=replace(config.offload, mode=mode))
+            )
+
+
+def precisions(config: Config) -> Iterator[Neighbour]:
+    smaller: dict[str, tuple[Precision, ...]] = {
+        "fp32": ("bf16", "bf16_true"),
+        "bf16": ("bf16_true",),
+    }
+    for name in smaller.get(config.precision.name, ()):
+        changed = replace(config, precision=replace(config.precision, name=name))
+        yield Neighbour((f"precision={name}",), changed)

@@ -1,0 +1,122 @@
+"""What a run will take: `engine.step` itself, executed on a GPU that is not there."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memtrain.cards import Card
+from memtrain.config import Config
+from memtrain.data.loader import Batch
+from memtrain.engine import build
+from memtrain.engine.step import TrainStep
+from memtrain.model.hf import LanguageModel
+from memtrain.model.transformer import Dimensions, count_parameters
+from memtrain.phantom import CATEGORIES, PhantomCPU, PhantomGPU, Report
+from memtrain.planner.speed import estimate_speed
+
+N_STEPS = 2
+"""The first step has no optimizer state before it; from the second on all are alike."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    report: Report
+    parameters: int
+    plan_seconds: float
+
+
+def predict(config: Config, dimensions: Dimensions, card: Card) -> Prediction:
+    """The run's own step on `card`; one that does not fit goes on, and its report says so."""
+    return run_steps(config, dimensions, PhantomGPU(card, enforce_capacity=False))
+
+
+def predict_cpu(config: Config, dimensions: Dimensions) -> Prediction:
+    """The same step over fake CPU tensors, by the CPU's own kernels: to hold against a real run."""
+    return run_steps(config, dimensions, PhantomCPU())
+
+
+def make_plan(config: Config, dimensions: Dimensions, card: Card) -> dict[str, Any]:
+    """The prediction as the plain record that plan.json holds; sizes in bytes, times in seconds."""
+    prediction = predict(config, dimensions, card)
+    report = prediction.report
+    speed = estimate_speed(report, card, config.precision.tf32)
+    tokens = config.micro_batch * config.accum * config.seq_len
+    return {
+        "gpu": card.name,
+        "fits": report.fits,
+        "capacity_bytes": report.capacity_bytes,
+        "peak_allocated_bytes": report.peak_allocated_bytes,
+        "peak_active_bytes": report.peak_active_bytes,
+        "peak_reserved_bytes": report.peak_reserved_bytes,
+        "device_total_bytes": report.peak_reserved_bytes + card.context_bytes,
+        "device_memory_bytes": card.memory_bytes,
+        "peak_phase": report.peak_phase,
+        "categories": report.categories,
+        "phases": {
+            name: {"allocated_bytes": peak.allocated_bytes, "categories": peak.categories}
+            for name, peak in report.phases.items()
+        },
+        "modules_at_peak": report.modules_at_peak,
+        "host_bytes": report.host_peak_bytes,
+        "host_pinned_bytes": report.host_pinned_peak_bytes,
+        "h2d_bytes_per_step": report.h2d_bytes,
+        "d2h_bytes_per_step": report.d2h_bytes,
+        "flops_per_step": sum(report.flops.values()),
+        "step_seconds": speed.step_seconds,
+        "step_seconds_by_limit": speed.parts,
+        "limited_by": speed.limited_by,
+        "tokens_per_second": tokens / speed.step_seconds,
+        "parameters": prediction.parameters,
+        "timeline": timeline(report),
+        "plan_seconds": prediction.plan_seconds,
+    }
+
+
+def timeline(report: Report) -> dict[str, Any]:
+    """Bytes by category over the run's events, for a plot."""
+    held = [
+        name for name in CATEGORIES if any(point.categories.get(name) for point in report.timeline)
+    ]
+    return {
+        "categories": held,
+        "bytes": [[point.categories.get(name, 0) for name in held] for point in report.timeline],
+        "phase": [point.phase for point in report.timeline],
+    }
+
+
+def run_steps(
+    config: Config, dimensions: Dimensions, phantom: PhantomGPU | PhantomCPU
+) -> Prediction:
+    start_s = time.perf_counter()
+    with phantom:
+        step, windows = make_step(config, dimensions, phantom.device)
+        for _ in range(N_STEPS):
+            phantom.step_boundary()
+            step(windows())
+        parameters = count_parameters(step.model)
+    report = phantom.report()
+    return Prediction(report, parameters, time.perf_counter() - start_s)
+
+
+def make_step(
+    config: Config, dimensions: Dimensions, device: torch.device
+) -> tuple[TrainStep, Callable[[], list[Batch]]]:
+    if config.model.config:
+        model: LanguageModel = build.build_hf_model(config, device)
+    else:
+        model = build.build_model(config, dimensions, device)
+    step = build.build_step(config, model, device)
+    shape, pinned = (config.micro_batch, config.seq_len), device.type != "cpu"
+
+    def window() -> list[Batch]:
+        return [batch() for _ in range(config.accum)]
+
+    def batch() -> Batch:
+        tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        targets = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        return Batch(tokens, targets, tokens.numel())
+
+    return step, window

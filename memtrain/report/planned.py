@@ -1,0 +1,76 @@
+"""A plan in words: the verdict, the screen of `task=plan`, and what to change after running out of memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from memtrain.report.tables import category_table
+from memtrain.units import format_bytes, format_count, format_flops, format_seconds
+
+Plan = Mapping[str, Any]
+
+
+def verdict(plan: Plan) -> str:
+    """`fits an A100 80GB: 3.27 GiB allocated, 3.85 GiB in all of 80.00 GiB, 76.15 GiB to spare`."""
+    spare_bytes = plan["device_memory_bytes"] - plan["device_total_bytes"]
+    room = f"{format_bytes(abs(spare_bytes))} {'to spare' if plan['fits'] else 'too much'}"
+    return (
+        f"{'fits' if plan['fits'] else 'DOES NOT FIT'} {plan['gpu']}: "
+        f"{format_bytes(plan['peak_allocated_bytes'])} allocated at the peak ({plan['peak_phase']}), "
+        f"{format_bytes(plan['device_total_bytes'])} in all of {format_bytes(plan['device_memory_bytes'])}, {room}"
+    )
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What stands below the table: device, host, transfers, speed."""
+    parts = plan["step_seconds_by_limit"].items()
+    limits = ", ".join(f"{name} {format_seconds(s)}" for name, s in parts if s > 0)
+    return [
+        f"device     {format_bytes(plan['peak_allocated_bytes'])} allocated · "
+        f"{format_bytes(plan['peak_active_bytes'])} active · {format_bytes(plan['peak_reserved_bytes'])} reserved · "
+        f"{format_bytes(plan['device_total_bytes'])} with the CUDA context",
+        f"host       {format_bytes(plan['host_bytes'])}, of it {format_bytes(plan['host_pinned_bytes'])} pinned",
+        f"transfers  {format_bytes(plan['h2d_bytes_per_step'])} to the device and "
+        f"{format_bytes(plan['d2h_bytes_per_step'])} from it per step",
+        f"speed      {format_count(plan['tokens_per_second'])} tok/s · {format_seconds(plan['step_seconds'])} a step · "
+        f"{format_flops(plan['flops_per_step'])} a step · limited by {plan['limited_by']} ({limits})",
+        f"planned    {format_count(plan['parameters'])} parameters in {format_seconds(plan['plan_seconds'])}",
+    ]
+
+
+def plan_table(plan: Plan) -> Table:
+    """Bytes by category at the peak of each phase."""
+    order = ("forward", "backward", "optimizer", "other")
+    phases = {name: plan["phases"][name]["categories"] for name in order if name in plan["phases"]}
+    return category_table(
+        phases, title=f"who holds the memory at each phase's peak ({plan['gpu']})"
+    )
+
+
+def suggestion_lines(
+    suggestions: Sequence[Mapping[str, Any]], overrides: Sequence[str]
+) -> list[str]:
+    """The changes that fit, fastest first, each with its peak and the command to paste."""
+    lines = []
+    for number, found in enumerate(suggestions, 1):
+        lines.append(
+            f"{number}. {' '.join(found['overrides'])}: {format_bytes(found['peak_allocated_bytes'])} at the peak, "
+            f"{format_bytes(found['host_bytes'])} on the host, {format_count(found['tokens_per_second'])} tok/s"
+        )
+        lines.append(f"   python train.py {' '.join(merged(overrides, found['overrides']))}")
+    return lines or [
+        "nothing near this config fits: a smaller model or seq_len, or a larger card, would"
+    ]
+
+
+def merged(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """`overrides` without what `changes` sets anew, and `changes`, quoted for a shell where needed."""
+    keys = {change.partition("=")[0] for change in changes}
+    kept = [text for text in overrides if text.partition("=")[0] not in keys]
+    return [quoted(text) for text in (*kept, *changes)]
+
+
+def quoted(text: str) -> str:
+    plain = all(letter.isalnum() or letter in "=._-/,:+@%" for letter in text)
+    return text if plain else "'" + text.replace("'", "'\\''") + "'"

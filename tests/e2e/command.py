@@ -1,0 +1,90 @@
+"""`python train.py` as a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120.0
+# No card: what is asserted here holds on every machine.
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+TINY_TEXT = [
+    "data=text",
+    "tokenizer=bytes",
+    "model.dim=32",
+    "model.n_layers=2",
+    "model.n_heads=2",
+    "model.max_seq_len=64",
+    "steps=6",
+    "schedule.warmup=2",
+    "micro_batch=2",
+    "seq_len=16",
+    "log_every=1",
+    "eval_every=3",
+    "eval_batches=2",
+    "generate.tokens=8",
+]
+"""Overrides of a run on text that takes a second once torch is imported; `data.path` is missing."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended, and the folder of its run or sweep."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+
+@dataclass
+class Started:
+    """A process that still runs, the leader of a process group of its own."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+
+    def finish(self, timeout: float = TIMEOUT_S) -> Finished:
+        try:
+            stdout, stderr = self.process.communicate(timeout=timeout)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return Finished(self.process.returncode, stdout, stderr, self.folder)
+
+    def wait_for_line(self, beginning: str) -> None:
+        """Read stdout up to a line that begins so."""
+        assert self.process.stdout
+        assert any(line.startswith(beginning) for line in self.process.stdout)
+
+
+Start = Callable[..., Started]
+Run = Callable[..., Finished]
+
+
+def start_train(overrides: list[str], cwd: Path, folder: Path) -> Started:
+    """Start it in `cwd`; what it writes goes to `folder`."""
+    if not any(text.startswith("plan=") for text in overrides):
+        overrides = [
+            *overrides,
+            "plan=off",
+        ]  # a second process per run, where planning is not the point
+    places = [f"{key}={folder}" for key in ("hydra.run.dir", "hydra.sweep.dir")]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *overrides, *places],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # What runs the tests may ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    return Started(process, folder)

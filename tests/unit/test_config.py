@@ -1,0 +1,161 @@
+"""The rules of the config, one by one, with values as the command line gives them."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+
+from memtrain.config import Config, no_effect_warnings, parse, segment_blocks
+from memtrain.errors import UserError
+
+Compose = Callable[..., Config]
+
+WRONG_TYPES = {
+    "accum=off": "accum=off: must be a whole number",
+    "accum=1.5": "accum=1.5: must be a whole number",
+    "accum=true": "accum=True: must be a whole number",
+    "accum=null": "accum=None: must be a whole number",
+    "accum=[1]": "accum=[1]: must be a whole number",
+    "deterministic=1": "deterministic=1: must be true or false",
+    "deterministic=off": "deterministic=off: must be true or false",
+    "optimizer.lr=fast": "optimizer.lr=fast: must be a number",
+    "optimizer.lr=true": "optimizer.lr=True: must be a number",
+    "optimizer.betas=0.9": "optimizer.betas=0.9: must be a list",
+    "optimizer.betas=[a,b]": "optimizer.betas=a: must be a number",
+    "name=7": "name=7: must be text",
+    "data.path=7": "data.path=7: must be text",
+    "compile=false": "compile=false: choose one of off, blocks, model",
+    "model.n_kv_heads=two": "model.n_kv_heads=two: must be a whole number",
+}
+OUT_OF_RANGE = {
+    "accum=0": "accum=0: must be at least 1",
+    "steps=-1": "steps=-1: must be at least 1",
+    "seq_len=0": "seq_len=0: must be at least 1",
+    "checkpoint_every=-1": "checkpoint_every=-1: must be at least 0",
+    "clip=-0.5": "clip=-0.5: must be at least 0",
+    "seed=-1": "seed=-1: must be at least 0",
+    "optimizer.lr=0": "optimizer.lr=0: must be above 0",
+    "optimizer.lr=nan": "optimizer.lr=nan: must be above 0",
+    "optimizer.lr=inf": "optimizer.lr=inf: must be above 0",
+    "data.val_fraction=0.6": "data.val_fraction=0.6: must be at least 0 and at most 0.5",
+    "schedule.min_ratio=1.5": "schedule.min_ratio=1.5: must be at least 0 and at most 1",
+    "model.dropout=1.0": "model.dropout=1.0: must be at least 0 and at most 0.999",
+    "model.n_heads=0": "model.n_heads=0: must be at least 1",
+    "model.n_heads=-2": "model.n_heads=-2: must be at least 1",
+    "tokenizer.vocab_size=256": "tokenizer.vocab_size=256: must be at least 257",
+    "task=fly": "task=fly: choose one of train, ",
+    "device=tpu": "device=tpu: choose one of auto, cpu, cuda",
+    "model.norm=batchnorm": "model.norm=batchnorm: choose one of layernorm, rmsnorm",
+}
+COMBINATIONS = {
+    "model.dim=100 model.n_heads=3": ["model.dim=100", "model.n_heads=3", "not divisible"],
+    "model.n_heads=4 model.n_kv_heads=3": ["model.n_kv_heads=3", "model.n_heads=4"],
+    "model.dim=12 model.n_heads=4 model.positions=rope": ["model.positions=rope", "12", "4", "3"],
+    "seq_len=32 model.max_seq_len=16": ["seq_len=32", "model.max_seq_len=16"],
+    "data=text": ["data.path", "data=text"],
+    "data=tokens": ["data.path", "data=tokens"],
+    "data=tokens data.path=[a,b]": ["data.path", "one token file"],
+    "tokenizer=file": ["tokenizer.path", "tokenizer=file"],
+    "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "two numbers"],
+    "optimizer.betas=[0.9,1.0]": ["optimizer.betas=[0.9, 1.0]", "below 1"],
+    "name=a/b": ["name='a/b'", "folder"],
+    "name=.hidden": ["name='.hidden'", "folder"],
+    "name=''": ["name=''", "folder"],
+    "checkpointing=sqrt checkpoint_every=2": ["checkpoint_every=2", "checkpointing=sqrt"],
+    "data=random task=generate": ["task=generate", "data=random"],
+}
+NOT_AVAILABLE = [
+    "precision=fp8",
+    "checkpointing=selective",
+    "offload=params",
+    "save_every=5",
+    "resume=latest",
+    "compile=model",
+]
+
+
+def refusal(config: Compose, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        config(*overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+@pytest.mark.parametrize("override", [*WRONG_TYPES, *OUT_OF_RANGE])
+def test_a_wrong_value_is_refused_with_its_key(override: str, config: Compose) -> None:
+    expected = (WRONG_TYPES | OUT_OF_RANGE)[override]
+    assert refusal(config, override).lower().startswith(expected.lower())
+
+
+@pytest.mark.parametrize("overrides", COMBINATIONS)
+def test_what_does_not_go_together_is_refused(overrides: str, config: Compose) -> None:
+    message = refusal(config, *overrides.split())
+    assert [text for text in COMBINATIONS[overrides] if text not in message] == []
+    assert message.startswith(COMBINATIONS[overrides][0])
+
+
+@pytest.mark.parametrize("override", NOT_AVAILABLE)
+def test_what_is_not_built_yet_says_so(override: str, config: Compose) -> None:
+    assert refusal(config, override).startswith(f"{override}: not available")
+
+
+def test_an_unknown_or_missing_key_is_named(config: Compose) -> None:
+    tree = asdict(config())
+    with pytest.raises(UserError, match=r"^model\.n_head: unknown key; did you mean model\.n_head"):
+        parse(tree | {"model": tree["model"] | {"n_head": 4}})
+    with pytest.raises(UserError, match=r"^colour: unknown key"):
+        parse(tree | {"colour": "red"})
+    del tree["schedule"]["warmup"]
+    with pytest.raises(UserError, match=r"^schedule\.warmup: missing"):
+        parse(tree)
+    with pytest.raises(UserError, match=r"^schedule: expected a group of keys"):
+        parse(tree | {"schedule": None})
+
+
+def test_a_parsed_config_is_parsed_again_to_the_same(config: Compose) -> None:
+    parsed = config("experiment=4_bf16_accum_recompute", "clip=1")
+    assert isinstance(parsed.clip, float)
+    assert parse(asdict(parsed)) == parsed
+
+
+def test_limits_are_inside(config: Compose) -> None:
+    assert config("seq_len=16", "model.max_seq_len=16").seq_len == 16
+    assert config("seed=9223372036854775807").seed == 2**63 - 1
+    assert config("model.n_heads=4", "model.n_kv_heads=1").model.n_kv_heads == 1
+    assert config("clip=0", "checkpoint_every=0", "optimizer.weight_decay=0").clip == 0
+    assert config("data=text", "data.path=[a.txt,b]").data.path == ["a.txt", "b"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blocks"),
+    [
+        ([], 0),
+        (["checkpoint_every=3"], 3),
+        (["checkpointing=every_layer"], 1),
+        (["checkpointing=sqrt", "model.n_layers=12"], 3),
+        (["checkpointing=sqrt", "model.n_layers=1"], 1),
+    ],
+)
+def test_blocks_of_a_segment(overrides: list[str], blocks: int, config: Compose) -> None:
+    assert segment_blocks(config(*overrides)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        ("precision=bf16 precision.tf32=true", "precision.tf32=true has no effect"),
+        ("checkpointing=alternate checkpoint_every=1", "checkpointing=alternate"),
+        ("checkpoint_every=9", "checkpoint_every=9"),
+        ("steps=20", "schedule.warmup=20"),
+        ("optimizer.momentum=0.9", "optimizer.momentum has no effect"),
+        ("task=numerics model.dropout=0.1", "model.dropout has no effect"),
+    ],
+)
+def test_a_switch_without_effect_warns(overrides: str, warning: str, config: Compose) -> None:
+    (found,) = no_effect_warnings(config(*overrides.split()))
+    assert found.startswith(warning)
+
+
+def test_the_defaults_warn_of_nothing(config: Compose) -> None:
+    assert no_effect_warnings(config()) == []
