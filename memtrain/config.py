@@ -409,6 +409,8 @@ def _sqrt_sets_segments(config: Config) -> None:
 def _hf_is_planned(config: Config) -> None:
     if config.model.config is None:
         return
+    if not config.model.config:
+        raise UserError("model.config: model=hf needs it, as in model.config=path/config.json")
     if config.task != "plan":
         raise UserError(
             f"model=hf: can be planned, not run; use task=plan instead of task={config.task}"

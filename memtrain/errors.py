@@ -1,4 +1,4 @@
-"""What a user can have done wrong, and the exit code of each way to end. `docs/exit-codes.md` lists them."""
+"""What a user can have done wrong, and the exit code of each way to end. The README lists them."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -1,0 +1,176 @@
+"""Predicted against peaks that others measured on real cards and published.
+
+    pip install -e '.[hf]'
+    python benchmarks/published.py --rows published_peaks.csv
+    pip install --target old --no-deps transformers==4.48.1 peft==0.13.2      # the measured versions
+    python benchmarks/published.py --rows published_peaks.csv --packages old
+
+A row is a transformers causal language model (`hf_config`, relative to the CSV) in one training step: loss inside the
+model from full logits, gradient checkpointing, AdamW, clipping; with `lora_rank`, peft adapters under autocast. Two
+steps on the phantom say what it takes. Other versions of transformers keep other tensors alive: see the note column.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import print_rows, save_result
+from torch import nn
+
+from memtrain.cards import load_card
+from memtrain.phantom import PhantomGPU, Report
+from memtrain.planner.speed import estimate_speed
+from memtrain.units import MIB, gib
+
+N_STEPS = 2
+Row = dict[str, str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, required=True, help="CSV of published measurements")
+    parser.add_argument("--packages", help="folder with another transformers and peft")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    arguments = parser.parse_args()
+    if arguments.packages:
+        sys.path.insert(0, arguments.packages)
+    with arguments.rows.open(encoding="utf-8", newline="") as file:
+        found = [compare(row, arguments.rows.parent) for row in csv.DictReader(file)]
+    columns = ("row", "predicted GiB", "measured GiB", "error", "in all MiB", "nvidia-smi MiB", "error",
+               "tok/s", "measured", "error", "note")  # fmt: skip
+    print_rows("peak allocated, device total, speed", columns, [cells(result) for result in found])
+    if arguments.save:
+        name = f"published_transformers_{installed('transformers')}"
+        print(save_result(name, ("torch", "transformers", "peft"), {"rows": found}))
+
+
+def compare(row: Row, folder: Path) -> dict[str, Any]:
+    """Predicted beside measured; a row that cannot be built here says why."""
+    result: dict[str, Any] = {"id": row["id"], "note": note(row)}
+    if row["quantization"]:
+        return result | {"note": f"{row['quantization']} weights: not available in this version"}
+    card = load_card(row["gpu"].replace("-", "_"))
+    report = run(row, folder)
+    speed = estimate_speed(report, card, tf32=False)
+    tokens = int(row["micro_batch"]) * int(row["seq_len"])
+    return result | {
+        "predicted_bytes": report.peak_allocated_bytes,
+        "measured_bytes": int(row["peak_allocated_bytes"]),
+        "predicted_total_mib": (report.peak_reserved_bytes + card.context_bytes) / MIB,
+        "measured_total_mib": float(row["nvidia_smi_mib"]),
+        "predicted_tokens_per_s": tokens / speed.step_seconds,
+        "measured_tokens_per_s": float(row["tokens_per_s"]),
+    }
+
+
+def run(row: Row, folder: Path) -> Report:
+    model = build(row, folder)
+    with PhantomGPU(row["gpu"].replace("-", "_"), enforce_capacity=False) as gpu:
+        model = model.to_empty(device=gpu.device)
+        kind = row["optimizer"].partition(" ")[2] or "foreach"
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, **{kind: True})
+        for _ in range(N_STEPS):
+            train_step(row, model, optimizer, gpu.device)
+            gpu.step_boundary()
+    return gpu.report()
+
+
+def train_step(
+    row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    shape = (int(row["micro_batch"]), int(row["seq_len"]))
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    dtype = getattr(torch, row["autocast"]) if row["autocast"] else None
+    with torch.autocast(device.type, dtype=dtype) if dtype else nullcontext():
+        outputs = model(input_ids=tokens, labels=tokens)
+    outputs.loss.backward()  # the logits live until here
+    del outputs
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    nn.utils.clip_grad_norm_(trained, float(row["clip"]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def build(row: Row, folder: Path) -> nn.Module:
+    """The model of a row on meta: adapters attached, checkpointing on, as it was measured."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        sys.exit("transformers is missing: pip install -e '.[hf]'")
+    config = AutoConfig.from_pretrained(folder / row["hf_config"])
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, torch_dtype=getattr(torch, row["param_dtype"]), attn_implementation="sdpa"
+        )
+        if row["gradient_checkpointing"]:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if row["lora_rank"]:
+            model = with_adapters(row, model)
+    return model.train()
+
+
+def with_adapters(row: Row, model: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model.enable_input_require_grads()
+    settings = LoraConfig(
+        r=int(row["lora_rank"]),
+        lora_alpha=int(row["lora_alpha"]),
+        lora_dropout=float(row["lora_dropout"]),
+        target_modules=row["lora_targets"].split(),
+        task_type="CAUSAL_LM",
+    )
+    adapted: nn.Module = get_peft_model(model, settings)
+    return adapted
+
+
+def note(row: Row) -> str:
+    """Where what is installed is not what was measured."""
+    measured = dict(
+        part.strip().rsplit(" ", 1) for part in row["software"].split(",") if " " in part.strip()
+    )
+    names = ("transformers", "peft") if row["lora_rank"] else ("transformers",)
+    return "; ".join(
+        f"{name} {installed(name)}, measured with {measured[name]}"
+        for name in names
+        if measured.get(name) not in (None, installed(name))
+    )
+
+
+def installed(name: str) -> str:
+    """The version that is imported, wherever it lies."""
+    try:
+        return str(getattr(__import__(name), "__version__", version(name)))
+    except (ImportError, PackageNotFoundError):
+        return "none"
+
+
+def cells(result: dict[str, Any]) -> list[str]:
+    if "predicted_bytes" not in result:
+        return [result["id"], *["-"] * 9, result["note"]]
+    return [result["id"], *numbers(result), result["note"]]
+
+
+def numbers(result: dict[str, Any]) -> Iterator[str]:
+    for predicted, measured, show in (
+        ("predicted_bytes", "measured_bytes", lambda size: f"{gib(size):.3f}"),
+        ("predicted_total_mib", "measured_total_mib", "{:.0f}".format),
+        ("predicted_tokens_per_s", "measured_tokens_per_s", "{:.0f}".format),
+    ):
+        yield show(result[predicted])
+        yield show(result[measured])
+        yield f"{result[predicted] / result[measured] - 1:+.2%}"
+
+
+if __name__ == "__main__":
+    main()

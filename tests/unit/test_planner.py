@@ -1,0 +1,241 @@
+"""Planning: identical every time, the same in the child process, and advice that holds."""
+
+import json
+import re
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from memtrain import tasks
+from memtrain.cards import Card, load_card, match_card
+from memtrain.engine.build import build_dimensions
+from memtrain.errors import EXIT_OUT_OF_MEMORY
+from memtrain.planner.child import PlannerProcess, PlanningFailed
+from memtrain.planner.fit import neighbours, suggest
+from memtrain.planner.predict import make_plan, predict
+from memtrain.planner.speed import estimate_speed
+from memtrain.report import planned
+from memtrain.units import GIB, MIB
+
+SHAPE = ("data=random", "data.vocab_size=2048", "model.vocab_size=2048", "model.n_layers=6",
+         "model.dim=256", "micro_batch=16", "seq_len=256")  # fmt: skip
+
+
+def without_time(plan):
+    return {key: value for key, value in plan.items() if key != "plan_seconds"}
+
+
+@pytest.fixture
+def shaped(config):
+    return lambda *overrides: config(*SHAPE, *overrides)
+
+
+def small_card(memory_bytes: int) -> Card:
+    return replace(load_card("a100_80gb"), memory_mib=memory_bytes // MIB, context_mib=0)
+
+
+def test_planning_twice_and_in_the_child_is_identical(shaped):
+    wanted, card = shaped("precision=bf16", "accum=2", "checkpoint_every=2"), load_card("l4")
+    dimensions = build_dimensions(wanted, 2048)
+    first, second = (make_plan(wanted, dimensions, card) for _ in range(2))
+    assert without_time(first) == without_time(second)
+    child = PlannerProcess()
+    try:
+        child.ask("plan", tree=asdict(wanted), vocab_size=2048, card=asdict(card))
+        assert without_time(child.answer()) == without_time(first)
+    finally:
+        child.close()
+
+
+def test_a_child_that_fails_says_why_and_lives_on(shaped):
+    wanted, card = shaped(), load_card("l4")
+    child = PlannerProcess()
+    try:
+        child.ask("plan", tree={}, vocab_size=2048, card=asdict(card))
+        with pytest.raises(PlanningFailed, match="task: missing"):
+            child.answer()
+        child.ask("plan", tree=asdict(wanted), vocab_size=2048, card=asdict(card))
+        assert child.answer()["fits"]
+        child.close()
+        child.ask("plan", tree=asdict(wanted), vocab_size=2048, card=asdict(card))
+        with pytest.raises(PlanningFailed, match="the planner ended"):
+            child.answer()
+    finally:
+        child.close()
+
+
+def test_planning_leaves_the_process_as_it_was(shaped):
+    wanted = shaped("precision=bf16")
+    before = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+    predict(wanted, build_dimensions(wanted, 2048), load_card("l4"))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == before[1:]
+    assert torch.ones(2).device.type == "cpu"
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_bytes_move_as_arithmetic_says(shaped):
+    """Weights, gradients and moments by their sizes; accumulation adds nothing after the second."""
+    card = load_card("a100_80gb")
+    wanted = shaped()
+    dimensions = build_dimensions(wanted, 2048)
+    plain = predict(wanted, dimensions, card)
+    state = plain.report.phases["optimizer"].categories
+    n = plain.parameters
+    assert state["weights"] == pytest.approx(4 * n, rel=0.02)
+    assert state["gradients"] == pytest.approx(4 * n, rel=0.02)
+    assert state["optimizer_state"] == pytest.approx(8 * n, rel=0.02)
+    two, four = (predict(shaped(f"accum={a}"), dimensions, card).report for a in (2, 4))
+    # A scalar loss is kept per micro-batch, in a block of 512 bytes.
+    assert four.peak_allocated_bytes - two.peak_allocated_bytes == 2 * 512
+    assert four.h2d_bytes == 2 * two.h2d_bytes
+    assert four.flops["matmul"] == pytest.approx(2 * two.flops["matmul"])
+
+
+def test_offloaded_state_is_on_the_host(shaped):
+    card = load_card("a100_80gb")
+    wanted = shaped("offload=optimizer")
+    found = predict(wanted, build_dimensions(wanted, 2048), card)
+    assert "optimizer_state" not in found.report.categories
+    n = found.parameters
+    assert found.report.host_peak_bytes == pytest.approx(
+        12 * n, rel=0.35
+    )  # and gradients in flight
+    assert found.report.d2h_bytes == pytest.approx(4 * n, rel=0.02)
+    assert found.report.h2d_bytes == pytest.approx(4 * n + 16 * 256 * 8 * 2, rel=0.02)
+
+
+def test_every_suggestion_fits_when_planned(shaped):
+    wanted = shaped()
+    dimensions = build_dimensions(wanted, 2048)
+    needs = predict(wanted, dimensions, load_card("a100_80gb")).report.peak_reserved_bytes
+    card = small_card(needs // 2)
+    assert not make_plan(wanted, dimensions, card)["fits"]
+    suggestions = suggest(wanted, dimensions, card)
+    assert suggestions
+    rates = [found.tokens_per_second for found in suggestions]
+    assert rates == sorted(rates, reverse=True)
+    for found in suggestions:
+        # What is pasted is composed by Hydra and must mean what was planned.
+        plan = make_plan(shaped(*found.overrides), dimensions, card)
+        assert plan["fits"]
+        assert plan["peak_allocated_bytes"] == found.peak_allocated_bytes
+
+
+def test_neighbours_keep_the_tokens_of_a_step(shaped):
+    wanted = shaped("micro_batch=8", "accum=2")
+    for neighbour in neighbours(wanted):
+        assert neighbour.config.micro_batch * neighbour.config.accum == 16
+        assert neighbour.overrides
+
+
+def test_out_of_memory_ends_with_one_screen(shaped, tmp_path, capsys):
+    wanted = shaped()
+    dimensions = build_dimensions(wanted, 2048)
+    needs = predict(wanted, dimensions, load_card("a100_80gb")).report.peak_reserved_bytes
+    card = {**asdict(wanted.gpu), "memory_mib": needs // 2 // MIB, "context_mib": 0}
+    wanted = replace(wanted, gpu=type(wanted.gpu)(**card))
+    typed = ["data=random", "micro_batch=16", "name=a b"]
+    place = tasks.Place(tmp_path, tmp_path, typed, PlannerProcess())
+    cpu = torch.device("cpu")
+    error = torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+    try:
+        plan = tasks.plan_run(wanted, place, 2048, cpu)
+        tasks.explain_out_of_memory(wanted, place, 2048, cpu, plan, error)
+    finally:
+        place.planner.close()
+    screen = capsys.readouterr().out
+    assert "OUT OF MEMORY" in screen
+    assert "Tried to allocate 2.00 GiB." in screen
+    assert "DOES NOT FIT" in screen
+    assert "optimizer_state" in screen
+    commands = re.findall(r"^ +python train.py (.*)$", screen, re.MULTILINE)
+    assert 1 <= len(commands) <= 3
+    for command in commands:
+        words = shlex.split(command)
+        assert "name=a b" in words
+        assert sum(word.startswith("micro_batch=") for word in words) == 1
+    assert tasks.outcome(error) == ("out_of_memory", EXIT_OUT_OF_MEMORY)
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
+
+
+def test_suggestions_replace_what_they_change():
+    lines = planned.merged(
+        ["micro_batch=8", "data.path=a,b", "+x=(1)"], ["micro_batch=4", "accum=2"]
+    )
+    assert lines == ["data.path=a,b", "'+x=(1)'", "micro_batch=4", "accum=2"]
+    assert "nothing near" in planned.suggestion_lines([], [])[0]
+
+
+def test_speed_is_the_roofline(shaped):
+    """Matrix products at the card's peak times its efficiency; a faster link is faster offload."""
+    wanted = shaped("offload=optimizer")
+    report = predict(wanted, build_dimensions(wanted, 2048), load_card("a100_80gb")).report
+    card = load_card("a100_80gb")
+    slow = estimate_speed(report, card, tf32=False)
+    fast = estimate_speed(report, replace(card, link_gb_s=2 * card.link_gb_s), tf32=False)
+    moved_bytes = report.h2d_bytes + report.d2h_bytes
+    assert slow.step_seconds - fast.step_seconds == pytest.approx(
+        moved_bytes / card.link_gb_s / 2e9
+    )
+    assert sum(slow.parts.values()) == pytest.approx(slow.step_seconds)
+    tf32 = estimate_speed(report, card, tf32=True)
+    assert tf32.parts["matrix products"] < slow.parts["matrix products"]
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100 40GB"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100 16GB"),
+        ("Tesla T4", 14.6, "T4"),
+    ],
+)
+def test_the_card_in_the_machine_is_recognised(device, memory_gib, name):
+    card = match_card(device, int(memory_gib * GIB))
+    assert card is not None
+    assert name in card.name
+
+
+def test_an_unknown_card_is_none():
+    assert match_card("Radeon Pro W9100", 16 * GIB) is None
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2"])
+def test_transformers_models_are_planned_from_their_config(config, tmp_path: Path, family):
+    pytest.importorskip("transformers", reason="needs pip install -e '.[hf]'")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64} if family == "gpt2" else {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+        "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": family, "vocab_size": 300, **sizes}))
+    wanted = config("task=plan", "model=hf", f"model.config={path}", "checkpoint_every=1",
+                    "precision=bf16", "micro_batch=2", "seq_len=32")  # fmt: skip
+    plan = make_plan(wanted, build_dimensions(wanted, 257), load_card("l4"))
+    assert plan["fits"]
+    assert plan["parameters"] > 300 * 64
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision=bf16", "checkpoint_every=2", "accum=2"),
+        ("precision=fp16", "offload=activations", "model.dropout=0.1"),
+        ("precision=bf16_true", "offload=optimizer", "model.positions=rope", "model.norm=rmsnorm"),
+    ],
+    ids=" ".join,
+)
+def test_replaying_known_operators_changes_nothing(shaped, monkeypatch, overrides):
+    """The shortcut: an operator seen before with the same shapes is not dispatched again."""
+    wanted, card = shaped(*overrides), load_card("a100_80gb")
+    dimensions = build_dimensions(wanted, 2048)
+    quick = make_plan(wanted, dimensions, card)
+    monkeypatch.setattr("memtrain.phantom.dispatch.replayable", lambda *_: False)
+    assert without_time(make_plan(wanted, dimensions, card)) == without_time(quick)
