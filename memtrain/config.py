@@ -162,8 +162,13 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    name: Literal["full"]
-    """full: all logits of a micro-batch at once."""
+    name: Literal["chunked", "full"]
+    """full: all logits of a micro-batch at once; chunked: those of a chunk of tokens at a time."""
+    chunk_mib: Positive
+    """For `chunked`: what the logits of a chunk may take, in MiB."""
+    label_smoothing: Share
+    z_loss: NonNegativeFloat
+    """Weight of the squared log-denominator of the softmax; validation leaves both out."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,13 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast to `dtype`; None computes in the weights' own type."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    """Autocast to `dtype`; None computes in the weights' own type.
+
+    Without autocast's cache of weight copies: each weight is used once per forward pass, so it would only hold memory.
+    """
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def host_memory_bytes(field: str) -> int:

@@ -31,6 +31,7 @@ from memtrain.errors import (
     NotFiniteError,
     UserError,
 )
+from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
 from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
@@ -132,6 +133,7 @@ def train_model(
     """Build, train, save, sample; the summary's figures come back."""
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
+    plain_loss = build.build_loss(config, Terms())
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
@@ -144,7 +146,7 @@ def train_model(
             loader,
             build.build_schedule(config),
             config.steps,
-            evaluate=lambda: mean_loss(step, build.validation_batches(config, data)),
+            evaluate=lambda: mean_loss(step, plain_loss, build.validation_batches(config, data)),
             observe=recorder,
             log_every=config.log_every,
             eval_every=config.eval_every,

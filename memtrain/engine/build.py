@@ -32,13 +32,13 @@ from memtrain.memory.activation_offload import ActivationOffload
 from memtrain.memory.master_weights import MasterWeights
 from memtrain.memory.recompute import recompute_alternate, recompute_segments
 from memtrain.model.hf import HFCausalLM, LanguageModel, make_hf_model
-from memtrain.model.loss import LossFunction, full_loss
+from memtrain.model.loss import LossFunction, Terms, chunked_loss, full_loss
 from memtrain.model.transformer import Dimensions, Transformer, make_transformer
+from memtrain.units import MIB
 
 ProgressFor = Callable[[str, int], AbstractContextManager[Callable[[int, int], None]]]
 """Title and bytes of something that takes long -> context that gives a callback(done, total)."""
 
-LOSSES: dict[str, LossFunction] = {"full": full_loss}
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -219,6 +219,12 @@ def build_model(config: Config, dimensions: Dimensions, device: torch.device) ->
     return model
 
 
+def build_loss(config: Config, terms: Terms) -> LossFunction:
+    if config.loss.name == "full":
+        return partial(full_loss, terms=terms)
+    return partial(chunked_loss, terms=terms, chunk_bytes=config.loss.chunk_mib * MIB)
+
+
 def build_optimizer(config: Config, model: LanguageModel) -> Optimizer:
     wanted = config.optimizer
     make = partial(
@@ -247,7 +253,7 @@ def build_step(config: Config, model: LanguageModel, device: torch.device) -> Tr
     offloads = config.offload.mode == "activations"
     return TrainStep(
         model=model,
-        loss_function=LOSSES[config.loss.name],
+        loss_function=build_loss(config, Terms(config.loss.label_smoothing, config.loss.z_loss)),
         optimizer=build_optimizer(config, model),
         scaler=scaler,
         device=device,

@@ -12,6 +12,7 @@ from memtrain.device import allocator_statistics, autocast, host_memory_bytes, r
 from memtrain.engine.schedule import Schedule
 from memtrain.engine.step import TrainStep
 from memtrain.errors import NotFiniteError
+from memtrain.model.loss import LossFunction
 
 Record = dict[str, Any]
 
@@ -118,15 +119,19 @@ class Clock:
 
 
 @torch.no_grad()
-def mean_loss(step: TrainStep, batches: Iterable[Batch]) -> float:
+def mean_loss(step: TrainStep, loss_function: LossFunction, batches: Iterable[Batch]) -> float:
     """Loss per target token over `batches`, the model in evaluation mode; NaN without a target."""
-    total, n_targets = torch.zeros((), device=step.device), 0
+    total, one, n_targets = (
+        torch.zeros((), device=step.device),
+        torch.ones((), device=step.device),
+        0,
+    )
     step.model.eval()
     for batch in batches:
         n_targets += batch.n_targets
         batch = batch.to(step.device)
         with autocast(step.device, step.compute_dtype):
             hidden = step.model(batch.tokens)
-            total += step.loss_function(hidden, step.model.head.weight, batch.targets)
+            total += loss_function(hidden, step.model.head.weight, batch.targets, one)
     step.model.train()
     return total.item() / n_targets if n_targets else float("nan")

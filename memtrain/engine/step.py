@@ -58,10 +58,12 @@ class TrainStep:
         batch = batch.to(self.device)
         with self.saved_tensors(), autocast(self.device, self.compute_dtype):
             hidden = self.model(batch.tokens)
-            loss = self.loss_function(hidden, self.model.head.weight, batch.targets) / n_targets
-        del hidden
-        torch.autograd.backward(self.scaler.scale(loss))
-        return loss.detach()
+            scale = self.scaler.scale(torch.ones((), device=self.device))
+            head = self.model.head.weight
+            loss = self.loss_function(hidden, head, batch.targets, scale / n_targets)
+        del hidden, head
+        torch.autograd.backward(loss)
+        return loss.detach() / scale
 
     def _clip(self) -> Tensor:
         """Clip to `clip` and return the norm before it, over all gradients, in fp32."""

@@ -1,22 +1,167 @@
-"""Head and cross-entropy: hidden states in, the summed loss of all target tokens out, always in fp32."""
+"""Head and cross-entropy in one: hidden states in, the loss summed over all target tokens out, always in fp32.
+
+Shapes: B batch, T sequence, N = B x T tokens, C model width, V vocabulary.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.data.loader import IGNORE_INDEX
+from memtrain.units import MIB
 
-LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Hidden states (B, T, C), head weight (V, C), targets (B, T) -> summed loss, a scalar in fp32."""
+MIN_ROWS = 256
+"""Tokens per chunk, at least: fewer would leave the matrix products waiting for the head's weight."""
+
+VOCAB_BLOCK = 8192
+"""Vocabulary entries whose head gradient is added at a time, where it has another type than the product."""
+
+LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Hidden states (B, T, C), head weight (V, C), targets (B, T), factor () -> factor x summed loss, a scalar in fp32."""
 
 
-def full_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy over all logits at once; targets of IGNORE_INDEX count nothing."""
-    logits = F.linear(hidden, head)  # (B, T, V)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        targets.flatten(),
+@dataclass(frozen=True)
+class Terms:
+    """What is added to plain cross-entropy."""
+
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over the vocabulary (Szegedy et al. 2016)."""
+    z_loss: float = 0.0
+    """Weight of the squared log of the softmax's denominator (Chowdhery et al. 2022, section 5)."""
+
+
+def full_loss(
+    hidden: Tensor, head: Tensor, targets: Tensor, factor: Tensor, terms: Terms = Terms()
+) -> Tensor:
+    """All logits at once: 4 bytes per token and vocabulary entry, several times over at the peak."""
+    logits = F.linear(hidden, head).flatten(0, 1).float()  # (N, V)
+    targets = targets.flatten()
+    loss = F.cross_entropy(
+        logits,
+        targets,
         ignore_index=IGNORE_INDEX,
         reduction="sum",
+        label_smoothing=terms.label_smoothing,
     )
+    if terms.z_loss:
+        log_z = torch.logsumexp(logits, dim=-1)
+        loss = loss + terms.z_loss * (log_z.square() * (targets != IGNORE_INDEX)).sum()
+    return loss * factor
+
+
+def chunked_loss(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    terms: Terms = Terms(),
+    chunk_bytes: int = 64 * MIB,
+) -> Tensor:
+    """Logits exist for as many tokens at a time as `chunk_bytes` hold; gradients are formed with them, in forward.
+
+    Multiplies in the type that autocast (or `hidden`) has, all else in fp32. Backward only hands the gradients out.
+    """
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = hidden.flatten(0, 1)  # (N, C)
+        loss: Tensor = _ChunkedCrossEntropy.apply(
+            rows, head, targets.flatten(), factor, terms, chunk_bytes, dtype
+        )  # type: ignore[no-untyped-call]
+    return loss
+
+
+def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> int:
+    """Tokens per chunk: logits exist in fp32 and, if it is another, in the type they were multiplied in."""
+    entry_bytes = 4 if dtype == torch.float32 else 4 + dtype.itemsize
+    wanted = max(MIN_ROWS, chunk_bytes // (vocab_size * entry_bytes))
+    n_chunks = -(-n_rows // wanted)
+    return -(-n_rows // n_chunks)  # chunks of equal size
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        factor: Tensor,
+        terms: Terms,
+        chunk_bytes: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        weight = head.to(dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        ctx.hidden_grad = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
+        ctx.head_grad = torch.zeros_like(head) if wants_head else None
+        step = chunk_rows(len(hidden), len(head), dtype, chunk_bytes)
+        for start in range(0, len(hidden), step):
+            part = slice(start, start + step)
+            rows = hidden[part].to(dtype)
+            logits = (rows @ weight.t()).float()  # (n, V)
+            chunk_loss, gradient = _cross_entropy(
+                logits, targets[part], factor, terms, wants_hidden or wants_head
+            )
+            del logits
+            loss += chunk_loss
+            if gradient is None:
+                continue
+            gradient = gradient.to(dtype)
+            if wants_hidden:
+                torch.mm(gradient, weight, out=ctx.hidden_grad[part])
+            if wants_head:
+                _add_product(ctx.head_grad, gradient, rows)
+            del gradient
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        hidden_grad, ctx.hidden_grad = ctx.hidden_grad, None
+        head_grad, ctx.head_grad = ctx.head_grad, None
+        for gradient in (hidden_grad, head_grad):
+            if gradient is not None:
+                gradient.mul_(grad)
+        return hidden_grad, head_grad, None, None, None, None, None
+
+
+def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
+    """`total` (V, C) += `gradient` (n, V) transposed times `rows` (n, C), without a second (V, C)."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.t(), rows)
+        return
+    for start in range(0, len(total), VOCAB_BLOCK):
+        block = slice(start, start + VOCAB_BLOCK)
+        total[block] += gradient[:, block].t() @ rows
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, factor: Tensor, terms: Terms, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss and gradient of fp32 logits (n, V), both times `factor`; the gradient takes the logits' memory."""
+    counted = targets != IGNORE_INDEX  # (n,)
+    index = targets.clamp(min=0).unsqueeze(1)  # (n, 1)
+    smoothing, n_classes = terms.label_smoothing, logits.shape[1]
+    picked = logits.gather(1, index).squeeze(1)
+    mean = logits.mean(dim=1) if smoothing else picked
+    largest = logits.amax(dim=1, keepdim=True)
+    exponentials = logits.sub_(largest).exp_()
+    total = exponentials.sum(dim=1)
+    log_z = total.log() + largest.squeeze(1)
+    losses = log_z - (1 - smoothing) * picked - smoothing * mean + terms.z_loss * log_z.square()
+    weight = counted * factor  # (n,)
+    loss = torch.where(counted, losses, 0.0).sum() * factor
+    if not wants_gradient:
+        return loss, None
+    gradient = exponentials.mul_((weight * (1 + 2 * terms.z_loss * log_z) / total).unsqueeze(1))
+    gradient.scatter_add_(1, index, (-(1 - smoothing) * weight).unsqueeze(1))
+    if smoothing:
+        gradient.sub_((smoothing / n_classes * weight).unsqueeze(1))
+    return loss, gradient
