@@ -6,6 +6,7 @@ refused before anything is allocated.
 
 import difflib
 import math
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -77,6 +78,10 @@ class ModelConfig:
     qkv_bias: bool | None
     """Bias of the query, key and value projections alone; null: as `bias`."""
     dropout: Probability
+    mlp_chunks: Positive
+    """Pieces of the sequence in which norm and MLP of a block run, each again in backward; 1: whole."""
+    mlp_chunk_blocks: str | int
+    """Which blocks, as in `checkpointing.blocks`."""
     config: str | None
     """For `model=hf`: a transformers config.json, planned without weights; the keys above are then not used."""
 
@@ -122,11 +127,25 @@ class PrecisionConfig:
     """For fp16: good steps in a row after which the loss scale doubles."""
 
 
+BlockPolicy = Literal["keep", "selective", "offload", "recompute"]
+
+
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    policy: Literal["segments", "alternate", "sqrt", "selective", "budget"]
+    policy: Literal["segments", "alternate", "sqrt", "selective", "per_block", "budget"]
     """How `checkpoint_every` is read: segments of N blocks; alternate: block i is recomputed unless i % N == 0;
-    sqrt: segments of about sqrt(layers) blocks, `checkpoint_every` is then set by it."""
+    sqrt: segments of about sqrt(layers) blocks, `checkpoint_every` is then set by it. selective: segments of one block
+    that keep what `keep` names. per_block: what `per_block` says. budget: chosen per block so that the run fits."""
+    blocks: str | int
+    """Blocks that may be recomputed: all, 3, 0-3, every 2, first 4, last 4, or several of these with commas."""
+    keep: list[Literal["matmul", "attention"]]
+    """For `selective`: operators whose outputs are kept."""
+    matmul_fraction: Share
+    """For `selective`: share of the matrix products that is kept; 0.5 keeps every second one."""
+    per_block: list[BlockPolicy]
+    """For `per_block`: one of keep, selective, offload, recompute for every block."""
+    budget_gib: PositiveFloat | Literal["fit"]
+    """For `budget`: GiB that the run may reserve on the device; fit: what the card has."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,10 @@ class OffloadConfig:
     """What lives in host memory instead of on the device."""
     min_tensor_bytes: NonNegative
     """For `activations`: smaller saved tensors stay on the device."""
+    activations_fraction: Share
+    """For `activations`: share of the blocks whose activations leave, evenly spread; the last block's never do."""
+    blocks: str | int
+    """For `activations`: which blocks, as in `checkpointing.blocks`."""
 
 
 @dataclass(frozen=True)
@@ -318,9 +341,21 @@ def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
     if value is None and type(None) in choices:
         return None
     real = [choice for choice in choices if choice is not type(None)]
-    wants_list = isinstance(value, list)
-    fitting = [choice for choice in real if (get_origin(choice) is list) == wants_list]
+    fitting = [choice for choice in real if _may_be(choice, value)]
     return _convert((fitting or real)[0], value, key)
+
+
+def _may_be(hint: Any, value: Any) -> bool:
+    """Whether `value` looks like what `hint` wants, to pick one of several."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        hint, origin = get_args(hint)[0], None
+    if origin is Literal:
+        return isinstance(value, str)
+    if origin is list:
+        return isinstance(value, list)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number if hint is float else isinstance(value, hint) and not isinstance(value, bool)
 
 
 def _convert_plain(kind: type, value: Any, key: str) -> Any:
@@ -342,6 +377,32 @@ def _convert_plain(kind: type, value: Any, key: str) -> Any:
 
 def resolved_n_kv_heads(model: ModelConfig) -> int:
     return model.n_kv_heads or model.n_heads
+
+
+def named_blocks(text: str | int, n_layers: int, key: str) -> list[int]:
+    """The block numbers that `all`, `3`, `0-3`, `every 2`, `first 4`, `last 4` or a list of these with commas means."""
+    found: set[int] = set()
+    for part in str(text).split(","):
+        found.update(_block_range(part.strip(), n_layers, key))
+    return sorted(found)
+
+
+def _block_range(part: str, n_layers: int, key: str) -> range:
+    if part == "all":
+        return range(n_layers)
+    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", part):
+        low, high = int(match[1]), int(match[2] or match[1])
+        if low <= high < n_layers:
+            return range(low, high + 1)
+        raise UserError(f"{key}={part}: the model has blocks 0 to {n_layers - 1}")
+    if match := re.fullmatch(r"(every|first|last) (\d+)", part):
+        count = int(match[2])
+        if count:
+            ranges = {"every": range(0, n_layers, count), "first": range(min(count, n_layers))}
+            return ranges.get(match[1], range(max(0, n_layers - count), n_layers))
+    raise UserError(
+        f"{key}={part}: use all, 3, 0-3, every 2, first 4 or last 4, several with commas"
+    )
 
 
 def segment_blocks(config: Config) -> int:
@@ -411,6 +472,35 @@ def _sqrt_sets_segments(config: Config) -> None:
         )
 
 
+def _blocks_are_named(config: Config) -> None:
+    n_layers = config.model.n_layers
+    for key, text in (
+        ("checkpointing.blocks", config.checkpointing.blocks),
+        ("offload.blocks", config.offload.blocks),
+        ("model.mlp_chunk_blocks", config.model.mlp_chunk_blocks),
+    ):
+        named_blocks(text, n_layers, key)
+    given = config.checkpointing.per_block
+    if config.checkpointing.policy == "per_block" and len(given) != n_layers:
+        raise UserError(
+            f"checkpointing.per_block: {len(given)} entries for {n_layers} layers; give one for each"
+        )
+
+
+def _policies_do_not_collide(config: Config) -> None:
+    policy = config.checkpointing.policy
+    if policy in ("per_block", "budget") and config.offload.mode == "activations":
+        raise UserError(
+            f"offload=activations: checkpointing={policy} chooses it per block; drop one of the two"
+        )
+    if policy in ("selective", "per_block", "budget") and config.checkpoint_every:
+        raise UserError(
+            f"checkpoint_every={config.checkpoint_every}: has no meaning with checkpointing={policy}; drop it"
+        )
+    if policy == "budget" and config.task == "numerics":
+        raise UserError("checkpointing=budget: plans a training run; drop it for task=numerics")
+
+
 def _hf_is_planned(config: Config) -> None:
     if config.model.config is None:
         return
@@ -432,7 +522,6 @@ def _random_has_no_text(config: Config) -> None:
 def _not_built_yet(config: Config) -> None:
     for key, value, refused in (
         ("precision", config.precision.name, ("fp8",)),
-        ("checkpointing", config.checkpointing.policy, ("selective", "budget")),
         ("offload", config.offload.mode, ("optimizer_nvme", "params", "all")),
     ):
         if value in refused:
@@ -460,6 +549,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _sqrt_sets_segments,
     _random_has_no_text,
     _hf_is_planned,
+    _blocks_are_named,
+    _policies_do_not_collide,
 )
 
 

@@ -33,6 +33,7 @@ from memtrain.errors import (
 )
 from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
+from memtrain.planner import budget
 from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
 from memtrain.report import console, formats, planned
@@ -109,6 +110,7 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     data = build.build_data(config, place.base, console.task_progress)
     dimensions = build.build_dimensions(config, data.vocab_size)
     loader = build.build_loader(config, data, device)
+    config = resolve_budget(config, place, dimensions.vocab_size, device)
     found = plan_run(config, place, dimensions.vocab_size, device)
     try:
         summary = predicted_figures(found)
@@ -267,7 +269,13 @@ def plan(config: Config, place: Place) -> dict[str, Any]:
 
     card = chosen_card(config, select_device(config.device))
     vocab_size = build.expected_vocab_size(config, place.base)
-    found = make_plan(config, build.build_dimensions(config, vocab_size), card)
+    dimensions = build.build_dimensions(config, vocab_size)
+    choice_lines: list[str] = []
+    if config.checkpointing.policy == "budget":
+        choice = budget.choose(config, dimensions, card)
+        choice_lines = planned.choice_lines(asdict(choice))
+        config = budget.with_choice(config, choice.per_block)
+    found = make_plan(config, dimensions, card)
     timeline = found.pop("timeline")
     write_json(place.folder / "plan.json", found)
     figure = plots.timeline_figure(
@@ -278,7 +286,7 @@ def plan(config: Config, place: Place) -> dict[str, Any]:
         board.figure("plan/timeline", figure)
     console.print_verdict(planned.verdict(found), found["fits"])
     console.print_table(planned.plan_table(found))
-    console.print_header([*planned.plan_lines(found), f"files      {place.folder}"])
+    console.print_header([*choice_lines, *planned.plan_lines(found), f"files      {place.folder}"])
     return {key: found[key] for key in PLAN_SUMMARY}
 
 
@@ -310,6 +318,22 @@ def plan_run(
     if not found["fits"]:
         console.print_warning("this run is predicted to end out of memory on that card")
     return found
+
+
+def resolve_budget(config: Config, place: Place, vocab_size: int, device: torch.device) -> Config:
+    """A byte budget becomes one choice for every block. Raises UserError if nothing fits or it cannot be planned."""
+    if config.checkpointing.policy != "budget":
+        return config
+    if place.planner is None:
+        raise UserError("checkpointing=budget: is chosen by planning; drop plan=off")
+    card = asdict(chosen_card(config, device))
+    place.planner.ask("budget", tree=asdict(config), vocab_size=vocab_size, card=card)
+    try:
+        choice = place.planner.answer()
+    except PlanningFailed as error:
+        raise UserError(str(error)) from error
+    console.print_header(planned.choice_lines(choice))
+    return budget.with_choice(config, tuple(choice["per_block"]))
 
 
 def predicted_figures(found: dict[str, Any] | None) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.checkpoint import noop_context_fn
 
 from memtrain.config import (
     Config,
     DataConfig,
     TokenizerConfig,
+    named_blocks,
     resolve_path,
     resolved_n_kv_heads,
     segment_blocks,
@@ -30,7 +32,9 @@ from memtrain.engine.step import TrainStep
 from memtrain.errors import UserError
 from memtrain.memory.activation_offload import ActivationOffload
 from memtrain.memory.master_weights import MasterWeights
-from memtrain.memory.recompute import recompute_alternate, recompute_segments
+from memtrain.memory.mlp_chunks import chunk_mlps
+from memtrain.memory.recompute import recompute
+from memtrain.memory.selective import selective_contexts
 from memtrain.model.hf import HFCausalLM, LanguageModel, make_hf_model
 from memtrain.model.loss import LossFunction, Terms, chunked_loss, full_loss
 from memtrain.model.transformer import Dimensions, Transformer, make_transformer
@@ -209,14 +213,51 @@ def build_hf_model(config: Config, device: torch.device) -> HFCausalLM:
 
 
 def build_model(config: Config, dimensions: Dimensions, device: torch.device) -> Transformer:
-    dtype = weight_dtype(config)
-    model = make_transformer(dimensions, device, dtype)
-    every = segment_blocks(config)
-    if every and config.checkpointing.policy == "alternate":
-        recompute_alternate(model, every)
-    elif every:
-        recompute_segments(model, every)
+    model = make_transformer(dimensions, device, weight_dtype(config))
+    if config.model.mlp_chunks > 1:
+        blocks = named_blocks(config.model.mlp_chunk_blocks, dimensions.n_layers, "")
+        chunk_mlps(model, config.model.mlp_chunks, blocks)
+    recompute_blocks(config, model)
+    offload_blocks(config, model)
     return model
+
+
+def offload_blocks(config: Config, model: Transformer) -> None:
+    """Wrap the segments whose saved tensors wait on the host; those of the last one never do."""
+    chosen = offloaded_blocks(config)
+    if not chosen:
+        return
+    offload = ActivationOffload(model, config.offload.min_tensor_bytes)
+    last = len(model.segments) - 1
+    for index, segment in enumerate(model.segments):
+        if chosen.intersection(segment.blocks):
+            model.segments[index] = offload.wrap(segment, keep=index == last)
+
+
+def offloaded_blocks(config: Config) -> set[int]:
+    if config.checkpointing.policy == "per_block":
+        return {i for i, policy in enumerate(config.checkpointing.per_block) if policy == "offload"}
+    if config.offload.mode != "activations":
+        return set()
+    named = named_blocks(config.offload.blocks, config.model.n_layers, "")
+    share = config.offload.activations_fraction
+    return {block for k, block in enumerate(named) if int((k + 1) * share) > int(k * share)}
+
+
+def recompute_blocks(config: Config, model: Transformer) -> None:
+    """Put segments in the place of the blocks, as `checkpointing` and `checkpoint_every` say."""
+    wanted, every = config.checkpointing, segment_blocks(config)
+    chosen = named_blocks(wanted.blocks, len(model.blocks), "")
+    contexts = partial(selective_contexts, wanted.keep, wanted.matmul_fraction)
+    if wanted.policy == "selective":
+        recompute(model, chosen, 1, contexts)
+    elif wanted.policy == "per_block":
+        for policy, how in (("recompute", noop_context_fn), ("selective", contexts)):
+            recompute(model, [i for i, p in enumerate(wanted.per_block) if p == policy], 1, how)
+    elif wanted.policy == "alternate" and every:
+        recompute(model, [index for index in chosen if index % every], 1)
+    elif every:
+        recompute(model, chosen, every)
 
 
 def build_loss(config: Config, terms: Terms) -> LossFunction:
@@ -250,7 +291,6 @@ def build_step(config: Config, model: LanguageModel, device: torch.device) -> Tr
         growth_interval=config.precision.scale_growth_every,
         enabled=config.precision.name == "fp16",
     )
-    offloads = config.offload.mode == "activations"
     return TrainStep(
         model=model,
         loss_function=build_loss(config, Terms(config.loss.label_smoothing, config.loss.z_loss)),
@@ -259,11 +299,6 @@ def build_step(config: Config, model: LanguageModel, device: torch.device) -> Tr
         device=device,
         compute_dtype=COMPUTE_DTYPES.get(config.precision.name),
         clip=config.clip,
-        saved_tensors=(
-            partial(ActivationOffload, model, config.offload.min_tensor_bytes)
-            if offloads
-            else nullcontext
-        ),
     )
 
 

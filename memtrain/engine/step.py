@@ -1,9 +1,7 @@
 """One optimizer step over one window of micro-batches. Nothing here waits for the device."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +31,6 @@ class TrainStep:
     """What autocast computes in; None: the weights' own type."""
     clip: float
     """Largest gradient norm; 0: no clipping."""
-    saved_tensors: Callable[[], AbstractContextManager[Any]]
-    """Context around each forward pass that decides where saved tensors wait for backward."""
 
     def __call__(self, window: Sequence[Batch]) -> Tensor:
         loss = self.accumulate(window)
@@ -56,7 +52,7 @@ class TrainStep:
     def _micro_step(self, batch: Batch, n_targets: int) -> Tensor:
         """Add one micro-batch's share of the gradient; its share of the window's loss comes back."""
         batch = batch.to(self.device)
-        with self.saved_tensors(), autocast(self.device, self.compute_dtype):
+        with autocast(self.device, self.compute_dtype):
             hidden = self.model(batch.tokens)
             scale = self.scaler.scale(torch.ones((), device=self.device))
             head = self.model.head.weight

@@ -1,49 +1,247 @@
-"""What autograd saves for backward waits in host memory (saved-tensor hooks, torch.autograd.graph)."""
+"""What a segment saves for backward waits in host memory; the copies run beside the computation.
 
-from dataclasses import dataclass
+Saved-tensor hooks (torch.autograd.graph) see what autograd keeps. Who waits for whom:
+
+    compute   segment 0 | segment 1 | segment 2 ...      ... backward 2 | backward 1 | backward 0
+    d2h             copy 0 .. | copy 1 .. |
+    h2d                                                  fetch 1 ..... | fetch 0 ..
+
+- A copy to the host waits for what was launched before its tensor was packed.
+- The device tensors of a segment are let go when the next segment has run and the compute stream waits for their
+  copies. Their blocks are then free for the compute stream at once: `record_stream` would hold them until the host,
+  which runs ahead, happens to see the event. A slow link holds the computation up instead of filling the device.
+- A fetch takes device memory of the compute stream and waits for what that stream has launched so far, which is
+  after the copies to the host; the compute stream waits for the fetch before it reads, or lets go of, what came.
+- So whatever is launched on the compute stream after a buffer was given back is ordered after all that was read from
+  it, and with it the next copy into it.
+"""
+
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memtrain.device import device_module
+from memtrain.model.transformer import Segment
+
+_Key = tuple[int, int]
+"""A living storage, and the version of its content."""
 
 
-@dataclass
-class _OnHost:
+class _HostPool:
+    """Byte buffers in host memory, reused by size. It is as large as what was in use at one time."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.free: list[Tensor] = []  # ordered by size
+
+    def take(self, size_bytes: int, pinned: bool) -> Tensor:
+        """The smallest free buffer that is large enough; a new one replaces one that is too small."""
+        place = bisect_left(self.free, size_bytes, key=Tensor.numel)
+        if place < len(self.free):
+            return self.free.pop(place)
+        if self.free:
+            self.total_bytes -= self.free.pop().numel()
+        self.total_bytes += size_bytes
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    def give(self, buffer: Tensor) -> None:
+        insort(self.free, buffer, key=Tensor.numel)
+
+
+class _Moved:
+    """The bytes of one storage. It lives as long as something in the graph may ask for them."""
+
+    def __init__(self, source: Tensor, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
+        self.on_device: Tensor | None = source
+        self.host = buffer[: source.numel()]
+        self._buffer = buffer
+        self._give = give
+        self._wait: Callable[[], None] | None = None
+
+    def arrive(self, on_device: Tensor, wait: Callable[[], None]) -> None:
+        """`on_device` is being filled; `wait` makes the compute stream wait for that."""
+        self.on_device, self._wait = on_device, wait
+
+    def settle(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+    def __del__(self) -> None:
+        self.settle()  # nobody may get the device memory while it is being filled
+        self._give(self._buffer)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One run of a segment. The graph alone keeps what was moved alive."""
+
+    compute: Any
     device: torch.device
-    data: Tensor
+    stays: set[int]
+    """Storages that are on the device anyway."""
+    previous: "_Call | None"
+    """The segment before it in the same forward pass."""
+    moved: "weakref.WeakValueDictionary[_Key, _Moved]" = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    copied: Any = None
+    """Event: all of it is on the host."""
 
 
-class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Context for the forward pass. Tensors under `min_bytes` and the parameters themselves stay where they are.
+@dataclass(frozen=True, eq=False)
+class _View:
+    """How to make the saved tensor again from the bytes of its storage."""
 
-    On CUDA the host side is pinned. `moved_bytes` counts what went to the host since it was made.
+    call: _Call
+    moved: _Moved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class ActivationOffload:
+    """Wraps the segments of one model, in their order. Gradients are bit-equal: only bytes are copied.
+
+    Parameters, buffers, storages under `min_bytes` and what lives on another device stay. On a device that is not the
+    CPU the host memory is pinned. `moved_bytes` counts what went to the host since it was made.
     """
 
     def __init__(self, model: nn.Module, min_bytes: int) -> None:
         self.moved_bytes = 0
-        self._min_bytes = min_bytes
-        self._kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        super().__init__(self._pack, self._unpack)
+        self._min_bytes = max(1, min_bytes)
+        self._resident = [*model.parameters(), *model.buffers()]
+        self._pool = _HostPool()
+        self._n_segments = 0
+        self._last: _Call | None = None
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
-    def _pack(self, tensor: Tensor) -> Tensor | _OnHost:
-        size_bytes = tensor.numel() * tensor.element_size()
-        if size_bytes < self._min_bytes or tensor.untyped_storage()._cdata in self._kept:
+    @property
+    def host_bytes(self) -> int:
+        """What its buffers take: as much as one forward pass moves, however many steps follow."""
+        return self._pool.total_bytes
+
+    def wrap(self, segment: Segment, keep: bool = False) -> Segment:
+        """`segment` with its saved tensors on the host. With `keep` they stay: right for the last, used at once."""
+        is_first, self._n_segments = self._n_segments == 0, self._n_segments + 1
+
+        def run(x: Tensor, rotary: Tensor | None) -> Tensor:
+            if not torch.is_grad_enabled():
+                return segment(x, rotary)
+            call = self._begin(x, rotary, is_first)
+            pack = partial(self._pack, call)
+            with nullcontext() if keep else saved_tensors_hooks(pack, self._unpack):
+                y = segment(x, rotary)
+            self._end(call)
+            if y.requires_grad:
+                y.register_hook(partial(self._fetch_ahead, call))  # type: ignore[no-untyped-call]
+            return y
+
+        return Segment(segment.blocks, run)
+
+    # Forward
+
+    def _begin(self, x: Tensor, rotary: Tensor | None, is_first: bool) -> _Call:
+        previous = None if is_first else self._last
+        stays = previous.stays if previous is not None else self._resident_storages()
+        if rotary is not None:  # every segment has it
+            stays.add(rotary.untyped_storage()._cdata)
+        compute = device_module(x.device).current_stream()
+        return _Call(compute, x.device, stays, previous)
+
+    def _resident_storages(self) -> set[int]:
+        return {tensor.untyped_storage()._cdata for tensor in self._resident}
+
+    def _pack(self, call: _Call, tensor: Tensor) -> Tensor | _View:
+        if tensor.device != call.device or tensor.layout is not torch.strided:
             return tensor
-        data = torch.empty_strided(
-            tensor.size(),
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device="cpu",
-            pin_memory=tensor.device.type != "cpu",
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_bytes or storage._cdata in call.stays:
+            return tensor
+        key = (storage._cdata, tensor._version)
+        moved = call.moved[key] = self._find(call, key) or self._move(call, tensor.detach())
+        return _View(
+            call, moved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         )
-        data.copy_(tensor, non_blocking=True)
-        self.moved_bytes += size_bytes
-        return _OnHost(tensor.device, data)
 
-    @staticmethod
-    def _unpack(packed: Tensor | _OnHost) -> Tensor:
+    def _find(self, call: _Call, key: _Key) -> _Moved | None:
+        """What is under way already, for this segment or the one before: its storage still lives."""
+        for candidate in (call, self._last):
+            moved = candidate.moved.get(key) if candidate is not None else None
+            if moved is not None and moved.on_device is not None:
+                return moved
+        return None
+
+    def _move(self, call: _Call, tensor: Tensor) -> _Moved:
+        n_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        source = tensor.as_strided((n_elements,), (1,), 0).view(torch.uint8)
+        buffer = self._pool.take(source.numel(), pinned=call.device.type != "cpu")
+        moved = _Moved(source, buffer, self._pool.give)
+        to_host, _ = self._copy_streams(call.device)
+        to_host.wait_event(call.compute.record_event())
+        with device_module(call.device).stream(to_host):
+            moved.host.copy_(source, non_blocking=True)
+        self.moved_bytes += source.numel()
+        return moved
+
+    def _end(self, call: _Call) -> None:
+        """The segment before has had this one's time to copy: let its device tensors go."""
+        to_host, _ = self._copy_streams(call.device)
+        call.copied = to_host.record_event()
+        if self._last is not None and self._last.moved:
+            call.compute.wait_event(self._last.copied)
+            for moved in self._last.moved.values():
+                moved.on_device = None
+        self._last = call
+
+    def _copy_streams(self, device: torch.device) -> tuple[Any, Any]:
+        """To the host and back: the link carries both directions at once."""
+        if device not in self._streams:
+            module = device_module(device)
+            self._streams[device] = module.Stream(), module.Stream()
+        return self._streams[device]
+
+    # Backward
+
+    def _fetch_ahead(self, call: _Call, grad: Tensor) -> None:
+        """The backward of `call` begins, as the gradient of its output is there."""
+        self._fetch(call)
+        if call.previous is not None:
+            self._fetch(call.previous)
+
+    def _fetch(self, call: _Call) -> None:
+        """Start the copies back, those first that backward needs first."""
+        wanted = [m for m in reversed(list(call.moved.values())) if m.on_device is None]
+        if not wanted:
+            return
+        arriving = [
+            torch.empty(m.host.numel(), dtype=torch.uint8, device=call.device) for m in wanted
+        ]
+        _, to_device = self._copy_streams(call.device)
+        to_device.wait_event(call.compute.record_event())
+        with device_module(call.device).stream(to_device):
+            for moved, tensor in zip(wanted, arriving, strict=True):
+                tensor.copy_(moved.host, non_blocking=True)
+        wait = partial(call.compute.wait_event, to_device.record_event())
+        for moved, tensor in zip(wanted, arriving, strict=True):
+            moved.arrive(tensor, wait)
+
+    def _unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        data = torch.empty_strided(
-            packed.data.size(), packed.data.stride(), dtype=packed.data.dtype, device=packed.device
-        )
-        return data.copy_(packed.data, non_blocking=True)
+        moved = packed.moved
+        if moved.on_device is None:
+            self._fetch(packed.call)
+        moved.settle()
+        assert moved.on_device is not None
+        flat = moved.on_device.view(packed.dtype)
+        return flat.as_strided(packed.size, packed.stride, packed.offset)

@@ -1,35 +1,52 @@
 """Recomputation (activation checkpointing, Chen et al. 2016): keep the input of a segment, run it again in backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memtrain.model.transformer import Segment, Transformer
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes the contexts of a segment's forward and of its recomputation: what decides what is kept."""
 
-def _run(blocks: Sequence[nn.Module], x: Tensor, rotary: Tensor | None) -> Tensor:
-    for block in blocks:
-        x = block(x, rotary)
+
+def recompute(
+    model: Transformer, chosen: Collection[int], every: int, contexts: Contexts = noop_context_fn
+) -> None:
+    """Up to `every` consecutive segments whose blocks are `chosen` become one, of which only the input is kept.
+
+    Non-reentrant, random state preserved: gradients are bit-equal to those without.
+    """
+    old = model.segments
+    wanted = [index for index, segment in enumerate(old) if set(segment.blocks) <= set(chosen)]
+    model.segments = [
+        joined([old[index] for index in group], contexts) if group[0] in wanted else old[group[0]]
+        for group in groups(len(old), wanted, every)
+    ]
+
+
+def joined(segments: Sequence[Segment], contexts: Contexts) -> Segment:
+    run = partial(_run, segments)
+    blocks = [index for segment in segments for index in segment.blocks]
+    return Segment(blocks, partial(checkpoint, run, use_reentrant=False, context_fn=contexts))
+
+
+def groups(count: int, chosen: Collection[int], every: int) -> Iterator[list[int]]:
+    """0 to count - 1 in order: runs of chosen ones, cut after `every`; the others one by one."""
+    group: list[int] = []
+    for index in range(count):
+        if group and (index not in chosen or group[-1] not in chosen or len(group) == every):
+            yield group
+            group = []
+        group.append(index)
+    yield group
+
+
+def _run(segments: Sequence[Segment], x: Tensor, rotary: Tensor | None) -> Tensor:
+    for segment in segments:
+        x = segment(x, rotary)
     return x
-
-
-def recomputed(blocks: Sequence[nn.Module]) -> Segment:
-    """A segment of which only the input is kept. Non-reentrant, random state preserved: gradients are bit-equal."""
-    return partial(checkpoint, partial(_run, blocks), use_reentrant=False)
-
-
-def recompute_segments(model: Transformer, every: int) -> None:
-    """N consecutive blocks form a segment; the last one may be shorter."""
-    blocks = list(model.blocks)
-    model.segments = [
-        recomputed(blocks[start : start + every]) for start in range(0, len(blocks), every)
-    ]
-
-
-def recompute_alternate(model: Transformer, every: int) -> None:
-    """Block i is recomputed unless i is a multiple of `every`."""
-    model.segments = [
-        recomputed([block]) if index % every else block for index, block in enumerate(model.blocks)
-    ]

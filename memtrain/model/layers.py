@@ -166,4 +166,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+        return self.feed_forward(x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]

@@ -16,8 +16,16 @@ from memtrain.model.layers import (
     rotary_table,
 )
 
-Segment = Callable[[Tensor, Tensor | None], Tensor]
-"""Runs one or more blocks: hidden states (B, T, C) and rotary table in, hidden states out."""
+
+@dataclass
+class Segment:
+    """One or more consecutive blocks: hidden states (B, T, C) and rotary table in, hidden states out."""
+
+    blocks: list[int]
+    run: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+        return self.run(x, rotary)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Transformer(nn.Module):
         self.norm = make_norm(d.norm, d.dim, d.norm_eps, d.bias)
         self.head = nn.Linear(d.dim, d.vocab_size, bias=False)
         self.tie()
-        self.segments: list[Segment] = list(self.blocks)
+        self.segments = [Segment([index], block) for index, block in enumerate(self.blocks)]
 
     def tie(self) -> None:
         """Make head and embedding one parameter, if they are to be; moving a module can part them."""

@@ -144,6 +144,8 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any, device_type: str) -> E
         entry.flops = count(args, out[0] if isinstance(out, list | tuple) else out)
     if func in COPIES:
         entry.transfer = _transfer(func, args, out, device_type)
+        if entry.transfer is not None:
+            entry.kind, entry.moved_bytes = entry.transfer
     if entry.on_device:
         entry.cublas = func in CUBLAS
         if func in TEMPORARIES:

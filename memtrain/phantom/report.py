@@ -39,7 +39,7 @@ class OpUse:
     phase: str
     dtype: str
     kind: str
-    """`matmul`, `attention` or `other`."""
+    """`matmul`, `attention`, `h2d`, `d2h` or `other`."""
     on_device: bool
     calls: int
     flops: int

@@ -27,7 +27,7 @@ class PlannerProcess:
         )
 
     def ask(self, kind: str, **question: Any) -> None:
-        """`plan`, or `suggest` for what would make it fit."""
+        """`plan`, `suggest` for what would make it fit, or `budget` for a choice per block."""
         assert self._process.stdin
         try:
             self._process.stdin.write(json.dumps({"kind": kind, **question}) + "\n")
@@ -61,7 +61,12 @@ def main() -> None:
         try:
             reply = {"result": respond(**json.loads(line))}
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+            text = " ".join(str(error).split())
+            reply = {
+                "error": text
+                if isinstance(error, ValueError)
+                else f"{type(error).__name__}: {text}"
+            }
         print(json.dumps(reply), flush=True)
 
 
@@ -71,6 +76,7 @@ def respond(kind: str, tree: dict[str, Any], vocab_size: int, card: dict[str, An
     from memtrain.cards import Card
     from memtrain.config import parse
     from memtrain.engine.build import build_dimensions
+    from memtrain.planner.budget import choose
     from memtrain.planner.fit import suggest
     from memtrain.planner.predict import make_plan
 
@@ -78,6 +84,8 @@ def respond(kind: str, tree: dict[str, Any], vocab_size: int, card: dict[str, An
     dimensions, gpu = build_dimensions(config, vocab_size), Card(**card)
     if kind == "plan":
         return make_plan(config, dimensions, gpu)
+    if kind == "budget":
+        return asdict(choose(config, dimensions, gpu))
     return [asdict(found) for found in suggest(config, dimensions, gpu)]
 
 

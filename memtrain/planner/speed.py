@@ -1,6 +1,5 @@
 """Roofline (Williams et al. 2009): how long a step takes if every operator runs at the card's limits."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memtrain.cards import Card
@@ -8,6 +7,8 @@ from memtrain.phantom import OpUse, Report
 
 HOST_BANDWIDTH_GB_S = 40.0
 """What a host's memory gives an optimizer step: dual-channel DDR5, about half of its data sheet."""
+OVERLAPPED = ("forward", "backward")
+"""Phases in which transfers run beside the computation, on streams of their own."""
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
 
@@ -15,7 +16,7 @@ _PEAKS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8
 class Speed:
     step_seconds: float
     parts: dict[str, float]
-    """Seconds by what limits them: matrix products, memory, host link, host."""
+    """Seconds by what limits them: matrix products, memory, host link (what is not hidden), host."""
 
     @property
     def limited_by(self) -> str:
@@ -23,23 +24,36 @@ class Speed:
 
 
 def estimate_speed(report: Report, card: Card, tf32: bool) -> Speed:
-    """The last step's operators one after the other, transfers and host work not overlapped."""
+    """The last step's operators one after the other; in forward and backward, transfers beside them."""
     parts = {"matrix products": 0.0, "memory": 0.0, "host link": 0.0, "host": 0.0}
-    for part, seconds in operator_seconds(report.ops, card, tf32):
-        parts[part] += seconds
-    parts["host link"] = (report.h2d_bytes + report.d2h_bytes) / (card.link_gb_s * 1e9)
+    for phase in {op.phase for op in report.ops}:
+        ops = [op for op in report.ops if op.phase == phase]
+        link_s = link_seconds(ops, card)
+        computing_s = 0.0
+        for op in ops:
+            part, seconds = operator_seconds(op, card, tf32)
+            parts[part] += seconds
+            computing_s += seconds
+        hidden_s = computing_s if phase in OVERLAPPED else 0.0
+        parts["host link"] += max(0.0, link_s - hidden_s)
     return Speed(sum(parts.values()), parts)
 
 
-def operator_seconds(ops: Iterable[OpUse], card: Card, tf32: bool) -> Iterable[tuple[str, float]]:
-    """(what limits it, seconds) of every operator."""
-    for op in ops:
-        if not op.on_device:
-            yield "host", op.moved_bytes / (HOST_BANDWIDTH_GB_S * 1e9)
-            continue
-        memory_s = op.moved_bytes / (card.bandwidth_gb_s * 1e9)
-        compute_s = op.flops / (compute_tflops(op.dtype, card, tf32) * card.efficiency * 1e12)
-        yield max(("matrix products", compute_s), ("memory", memory_s), key=lambda item: item[1])
+def link_seconds(ops: list[OpUse], card: Card) -> float:
+    """Both ways at once on a full-duplex link."""
+    moved = {way: sum(op.moved_bytes for op in ops if op.kind == way) for way in ("h2d", "d2h")}
+    return max(moved.values()) / (card.link_gb_s * 1e9)
+
+
+def operator_seconds(op: OpUse, card: Card, tf32: bool) -> tuple[str, float]:
+    """(what limits it, seconds); transfers are the link's."""
+    if op.kind in ("h2d", "d2h"):
+        return "host link", 0.0
+    if not op.on_device:
+        return "host", op.moved_bytes / (HOST_BANDWIDTH_GB_S * 1e9)
+    memory_s = op.moved_bytes / (card.bandwidth_gb_s * 1e9)
+    compute_s = op.flops / (compute_tflops(op.dtype, card, tf32) * card.efficiency * 1e12)
+    return max(("matrix products", compute_s), ("memory", memory_s), key=lambda item: item[1])
 
 
 def compute_tflops(dtype: str, card: Card, tf32: bool) -> float:

@@ -48,6 +48,31 @@ def plan_table(plan: Plan) -> Table:
     )
 
 
+def choice_lines(choice: Mapping[str, Any]) -> list[str]:
+    """What a byte budget chose per block, and what was given up for it."""
+    slower = choice["step_seconds"] / choice["keep_step_seconds"] - 1
+    saved = choice["keep_peak_bytes"] - choice["peak_bytes"]
+    return [
+        f"budget     {format_bytes(choice['limit_bytes'])}: {format_bytes(choice['peak_bytes'])} reserved with "
+        f"{', '.join(runs(choice['per_block']))}",
+        f"given up   {slower:+.1%} predicted step time for {format_bytes(saved)} less than keeping everything "
+        f"({format_bytes(choice['keep_peak_bytes'])})",
+    ]
+
+
+def runs(per_block: Sequence[str]) -> list[str]:
+    """`["keep", "keep", "recompute"] -> ["keep 0-1", "recompute 2"]`."""
+    found: list[tuple[str, int, int]] = []
+    for index, policy in enumerate(per_block):
+        if found and found[-1][0] == policy:
+            found[-1] = (policy, found[-1][1], index)
+        else:
+            found.append((policy, index, index))
+    return [
+        f"{policy} {low}-{high}" if high > low else f"{policy} {low}" for policy, low, high in found
+    ]
+
+
 def suggestion_lines(
     suggestions: Sequence[Mapping[str, Any]], overrides: Sequence[str]
 ) -> list[str]:

@@ -1,0 +1,167 @@
+"""Selective recomputation, chunked MLPs and choices per block: the same numbers, recomputing exactly what is said."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtrain.cards import load_card
+from memtrain.config import named_blocks
+from memtrain.engine.build import build_dimensions
+from memtrain.errors import UserError
+from memtrain.planner.predict import predict
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(step, window) -> Counter[str]:
+    with Calls() as counted:
+        step.accumulate(window)
+    return counted.counts
+
+
+def products(counts: Counter[str]) -> int:
+    return counts["mm"] + counts["addmm"] + counts["bmm"]
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+FORMS = {
+    "selective": ("checkpointing=selective",),
+    "half": ("checkpointing=selective", "checkpointing.matmul_fraction=0.5"),
+    "attention alone": ("checkpointing=selective", "checkpointing.keep=[attention]"),
+    "some blocks": ("checkpointing=selective", "checkpointing.blocks='0,last 1'"),
+    "segments of some": ("checkpoint_every=2", "checkpointing.blocks=1-3"),
+    "per block": (
+        "checkpointing=per_block",
+        "checkpointing.per_block=[recompute,selective,keep,recompute]",
+    ),
+    "with offload": (
+        "checkpointing=selective",
+        "offload=activations",
+        "offload.min_tensor_bytes=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_true"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_are_bit_equal(tiny, bench, precision, form, dropout):
+    base = (f"precision={precision}", f"model.dropout={dropout}")
+    window = bench.window(bench.samples(), 4)
+    plain = bench.gradients(bench.step(tiny(*base)), window)
+    ours = bench.gradients(bench.step(tiny(*base, *FORMS[form])), window)
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_selective_recomputes_no_product_and_no_attention(tiny, bench, precision):
+    window = bench.window(bench.samples(), 8)
+    base = (f"precision={precision}", "loss=full")
+    plain = calls(bench.step(tiny(*base)), window)
+    ours = calls(bench.step(tiny(*base, "checkpointing=selective")), window)
+    assert products(ours) == products(plain)
+    assert ours[ATTENTION] == plain[ATTENTION] == 4
+    assert ours["gelu"] == 2 * plain["gelu"] == 8
+
+
+def test_every_second_product_is_kept(tiny, bench):
+    """Four products a block; the last one's output is never needed again, so it is never computed again."""
+    window = bench.window(bench.samples(), 8)
+    plain = calls(bench.step(tiny()), window)
+    half = calls(bench.step(tiny(*FORMS["half"])), window)
+    none = calls(bench.step(tiny(*FORMS["attention alone"])), window)
+    assert none[ATTENTION] == plain[ATTENTION]
+    assert products(none) - products(plain) == 4 * 3
+    assert products(half) - products(plain) == 4 * 2
+
+
+def test_recompute_of_named_blocks(tiny, bench):
+    window = bench.window(bench.samples(), 8)
+    some = calls(
+        bench.step(tiny("checkpoint_every=1", "checkpointing.blocks='first 1,last 1'")), window
+    )
+    assert some["gelu"] == 4 + 2
+    per_block = calls(bench.step(tiny(*FORMS["per block"])), window)
+    assert per_block["gelu"] == 4 + 3
+    assert per_block[ATTENTION] == 4 + 2
+
+
+@pytest.mark.parametrize("recompute", ["checkpoint_every=0", "checkpoint_every=2"])
+@pytest.mark.parametrize("chunks", [2, 3, 16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_chunked_mlps(tiny, bench, recompute, chunks, precision):
+    """Weight gradients are summed over pieces: equal to rounding, the loss to the bit in fp32 or nearly."""
+    window = bench.window(bench.samples(), 4)
+    base = (f"precision={precision}", recompute)
+    plain = bench.gradients(bench.step(tiny(*base)), window)
+    ours = bench.gradients(bench.step(tiny(*base, f"model.mlp_chunks={chunks}")), window)
+    for name, gradient in plain.items():
+        error = (ours[name] - gradient).norm() / gradient.norm()
+        assert error < (1e-5 if precision == "fp32" else 2e-2), name
+
+
+def test_chunked_mlp_runs_once_per_piece_and_again(tiny, bench):
+    window = bench.window(bench.samples(), 8)
+    counted = calls(
+        bench.step(tiny("model.mlp_chunks=4", "model.mlp_chunk_blocks='every 2'")), window
+    )
+    assert counted["gelu"] == 2 * (4 + 4) + 2
+
+
+SHAPE = (
+    "model=small",
+    "model.n_layers=8",
+    "micro_batch=4",
+    "seq_len=1024",
+    "precision=bf16",
+    "accum=2",
+)
+
+
+def peak(config, *overrides):
+    wanted = config(*SHAPE, *overrides)
+    report = predict(wanted, build_dimensions(wanted, 2048), load_card("a100_80gb")).report
+    return report.peak_allocated_bytes
+
+
+def test_peaks_fall_in_the_order_the_documentation_promises(config):
+    ladder = [(), ("checkpointing=selective",), ("checkpointing=selective", "checkpointing.matmul_fraction=0.5"),
+              ("checkpointing=selective", "checkpointing.keep=[attention]"),
+              ("checkpointing=every_layer",)]  # fmt: skip
+    peaks = [peak(config, *overrides) for overrides in ladder]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+def test_chunked_mlps_hold_what_arithmetic_says(config):
+    """Per block and token: the norm's output, the hidden and the activated one, (2 + 8 + 8) C bytes."""
+    whole, chunked = peak(config), peak(config, "model.mlp_chunks=8")
+    tokens, dim, layers = 4 * 1024, 768, 8
+    per_layer = tokens * dim * (2 + 8 + 8)
+    saved = whole - chunked
+    assert 0.9 * layers * per_layer * 7 / 8 < saved < 1.1 * layers * per_layer
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [("all", [0, 1, 2, 3, 4, 5]), (3, [3]), ("0-2", [0, 1, 2]), ("every 2", [0, 2, 4]), ("last 2", [4, 5]),
+     ("first 9", [0, 1, 2, 3, 4, 5]), ("0,3-4", [0, 3, 4]), ("first 1, last 1", [0, 5])],
+)  # fmt: skip
+def test_named_blocks(text, blocks):
+    assert named_blocks(text, 6, "key") == blocks
+
+
+@pytest.mark.parametrize("text", ["6", "4-6", "3-1", "every 0", "some", "", "-1", "1.5"])
+def test_blocks_that_do_not_exist(text):
+    with pytest.raises(UserError, match=r"^key="):
+        named_blocks(text, 6, "key")
