@@ -16,10 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import errors, sweep
+from memtrain.config import folder_name
 from memtrain.planner.child import PlannerProcess
 
 OmegaConf.register_new_resolver("project_root", lambda: str(Path(__file__).resolve().parent))
 OmegaConf.register_new_resolver("process_id", os.getpid)
+OmegaConf.register_new_resolver("folder_name", folder_name)  # checked before Hydra makes the folder
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")  # type: ignore[untyped-decorator]
@@ -57,13 +59,14 @@ def one_line(error: Exception) -> str:
         wrong = [word for word in sys.argv[1:] if re.fullmatch(r"\w+=(\d+|null)", word)]
         return f"{' or '.join(wrong)}: a group takes the name of a choice; `--help` lists them"
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read ({text.splitlines()[0]}); quote the value, as in key='\"a=b\"'"
+        return f"{error.override}: cannot be read; quote the value, as in key='\"a=b\"'"
     if match := re.match(r"Could not override '([^']+)'", text):
         return f"{match[1]}: unknown key or choice; `python train.py --help` lists them"
     return " ".join(text.split("Config search path")[0].split())
 
 
 def main() -> int:
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own report
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_TERMINATED))
     try:
@@ -71,6 +74,7 @@ def main() -> int:
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         return refuse(error)  # a task's own errors end in the task: these are Hydra's
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return errors.EXIT_INTERRUPTED
     return errors.EXIT_OK
 

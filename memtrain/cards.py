@@ -18,7 +18,7 @@ class Card:
 
     name: str
     memory_mib: int
-    """What the driver reports as total memory."""
+    """What CUDA reports as total memory: a little less than nvidia-smi does."""
     bandwidth_gb_s: float
     fp32_tflops: float
     tf32_tflops: float
@@ -67,10 +67,19 @@ def load_card(name: str) -> Card:
     return Card(**{field.name: values[field.name] for field in fields(Card)})
 
 
+VARIANTS = ("Ti", "SUPER", "Laptop", "D", "NVL")
+"""Words that make another card of the same number."""
+
+
 def match_card(device_name: str, memory_bytes: int) -> Card | None:
     """The card whose model number occurs in what the driver calls the device; the nearest memory decides."""
     words = re.split(r"[\s-]+", device_name)
-    cards = [card for card in map(load_card, card_names()) if model_number(card) in words]
+    cards = [
+        card
+        for card in map(load_card, card_names())
+        if model_number(card) in words
+        and all((word in words) == (word in card.name.split()) for word in VARIANTS)
+    ]
     return min(cards, key=lambda card: abs(card.memory_bytes - memory_bytes), default=None)
 
 

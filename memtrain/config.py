@@ -13,8 +13,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from memtrain.cards import Card
+import yaml
+
+from memtrain.cards import CARDS_DIR, Card
 from memtrain.errors import UserError
+
+CONF_DIR = CARDS_DIR.parent
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class TokenizerConfig:
     """For `bpe`: size of the vocabulary trained on the corpus."""
     path: str | None
     """For `file`: any tokenizer.json."""
+    end_of_text: str | None
+    """For `file`: the token that ends a document; null: one of the usual names."""
 
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16_true", "fp8"]
@@ -243,7 +249,7 @@ class Config:
     """Names the folder of the run: outputs/runs/<name>/..."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)]
     device: Literal["auto", "cpu", "cuda"]
-    steps: Positive
+    steps: Annotated[int, Range(low=1, high=10**9)]
     """Optimizer steps; each consumes one window of `accum` micro-batches."""
     micro_batch: Positive
     """Sequences per forward and backward."""
@@ -258,8 +264,8 @@ class Config:
     log_every: Positive
     eval_every: NonNegative
     """Steps between validations; 0: at the end only."""
-    eval_batches: Positive
-    """Micro-batches per validation."""
+    eval_sequences: Positive
+    """Held-out sequences per validation, however they fall into micro-batches."""
     save_every: NonNegative
     keep: int
     resume: str | None
@@ -444,6 +450,14 @@ def _paths_are_given(config: Config) -> None:
         )
     if config.data.source == "tokens" and not isinstance(config.data.path, str):
         raise UserError("data.path: data=tokens takes one token file")
+    if config.data.path and config.data.source not in ("text", "tokens"):
+        raise UserError(
+            f"data.path: data={config.data.source} reads no path; use data=text or data=tokens"
+        )
+    if config.tokenizer.path and config.tokenizer.kind != "file":
+        raise UserError(
+            f"tokenizer.path: tokenizer={config.tokenizer.kind} reads no path; use tokenizer=file"
+        )
     if config.tokenizer.kind == "file" and not config.tokenizer.path:
         raise UserError(
             "tokenizer.path: tokenizer=file needs it, as in tokenizer.path=tokenizer.json"
@@ -457,12 +471,17 @@ def _betas_are_two(config: Config) -> None:
         )
 
 
-def _name_is_a_folder(config: Config) -> None:
-    bad = sorted(set(config.name) & set("/\\=,()#[]{}'\"$ \t\n"))
-    if not config.name or bad or config.name.startswith("."):
+def folder_name(name: object) -> str:
+    """`name` if a folder may be called so. Raises UserError else."""
+    if not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
         raise UserError(
-            f"name={config.name!r}: it names a folder, so only letters, digits, '-', '_' and '.' inside"
+            f"name={name!r}: it names a folder, so only letters, digits, '-', '_' and '.' inside"
         )
+    return str(name)
+
+
+def _name_is_a_folder(config: Config) -> None:
+    folder_name(config.name)
 
 
 def _sqrt_sets_segments(config: Config) -> None:
@@ -554,27 +573,96 @@ RULES: tuple[Callable[[Config], None], ...] = (
 )
 
 
+# Key, what it is for, whether this config has that. A key set to something else than its default warns without it.
+EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
+    ("precision.tf32", "precision=fp32", lambda c: c.precision.name == "fp32"),
+    (
+        "precision.loss_scale",
+        "precision=fp16",
+        lambda c: c.precision.name == "fp16" or c.task == "numerics",
+    ),
+    ("precision.scale_growth_every", "precision=fp16", lambda c: c.precision.name == "fp16"),
+    ("optimizer.momentum", "optimizer=sgd", lambda c: c.optimizer.name == "sgd"),
+    ("optimizer.betas", "optimizer=adamw", lambda c: c.optimizer.name == "adamw"),
+    ("optimizer.eps", "optimizer=adamw", lambda c: c.optimizer.name == "adamw"),
+    ("schedule.min_ratio", "a schedule that falls", lambda c: c.schedule.name != "constant"),
+    ("model.rope_theta", "model.positions=rope", lambda c: c.model.positions == "rope"),
+    ("model.mlp_chunk_blocks", "model.mlp_chunks above 1", lambda c: c.model.mlp_chunks > 1),
+    ("model.dropout", "task=train or plan", lambda c: c.task in ("train", "plan")),
+    ("data.vocab_size", "data=random", lambda c: c.data.source == "random"),
+    ("data.shuffle", "a text", lambda c: c.data.source != "random"),
+    (
+        "tokenizer.vocab_size",
+        "tokenizer=bpe on a text",
+        lambda c: c.tokenizer.kind == "bpe" and _has_text(c),
+    ),
+    ("tokenizer.end_of_text", "tokenizer=file", lambda c: c.tokenizer.kind == "file"),
+    ("offload.min_tensor_bytes", "offloaded activations", lambda c: _offloads_activations(c)),
+    (
+        "offload.activations_fraction",
+        "offload=activations",
+        lambda c: c.offload.mode == "activations",
+    ),
+    ("offload.blocks", "offload=activations", lambda c: c.offload.mode == "activations"),
+    ("loss.chunk_mib", "loss=chunked", lambda c: c.loss.name == "chunked"),
+    ("checkpointing.keep", "checkpointing=selective", lambda c: _selects(c)),
+    ("checkpointing.matmul_fraction", "checkpointing=selective", lambda c: _selects(c)),
+    (
+        "checkpointing.per_block",
+        "checkpointing=per_block",
+        lambda c: c.checkpointing.policy == "per_block",
+    ),
+    (
+        "checkpointing.budget_gib",
+        "checkpointing=budget",
+        lambda c: c.checkpointing.policy == "budget",
+    ),
+    ("checkpointing.blocks", "blocks that are recomputed", lambda c: _recomputes_named_blocks(c)),
+    ("generate.run", "task=generate", lambda c: c.task == "generate"),
+    ("numerics.steps", "task=numerics", lambda c: c.task == "numerics"),
+)
+
+
+def _has_text(config: Config) -> bool:
+    return config.data.source in ("stdlib", "text")
+
+
+def _selects(config: Config) -> bool:
+    return config.checkpointing.policy in ("selective", "per_block", "budget")
+
+
+def _offloads_activations(config: Config) -> bool:
+    return config.offload.mode == "activations" or config.checkpointing.policy in (
+        "per_block",
+        "budget",
+    )
+
+
+def _recomputes_named_blocks(config: Config) -> bool:
+    return config.checkpointing.policy == "selective" or segment_blocks(config) > 0
+
+
 def no_effect_warnings(config: Config) -> list[str]:
     """Switches that are set but change nothing here, one line each."""
-    model, n_layers = config.model, config.model.n_layers
+    defaults = yaml.safe_load((CONF_DIR / "config.yaml").read_text(encoding="utf-8"))
     found = []
-    if config.precision.tf32 and config.precision.name != "fp32":
-        found.append(f"precision.tf32=true has no effect with precision={config.precision.name}")
+    for key, needed, has in EFFECTS:
+        group, name = key.split(".")
+        value = getattr(getattr(config, group), name)
+        if value != defaults[group][name] and not has(config):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            found.append(f"{key}={shown} has no effect without {needed}")
     if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
         found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
-    if config.checkpoint_every > n_layers:
+    if config.checkpoint_every > config.model.n_layers:
         found.append(
-            f"checkpoint_every={config.checkpoint_every} is one segment: the model has {n_layers} layers"
+            f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"
         )
-    if config.schedule.warmup >= config.steps:
+    if config.schedule.warmup >= config.steps and config.task == "train":
         found.append(
             f"schedule.warmup={config.schedule.warmup} never ends in steps={config.steps}: "
             "the learning rate only rises"
         )
-    if config.optimizer.name == "adamw" and config.optimizer.momentum:
-        found.append("optimizer.momentum has no effect with optimizer=adamw; betas does that")
-    if model.dropout and config.task != "train":
-        found.append(f"model.dropout has no effect with task={config.task}")
     return found
 
 

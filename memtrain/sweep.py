@@ -69,8 +69,9 @@ def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
             with log.open("ab") as file:
                 file.write(line)
         return process.wait()
-    except BaseException:
-        process.terminate()
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has reached the job too
+            process.terminate()
         try:
             process.wait(STOP_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -96,9 +97,7 @@ class SweepTable(Callback):  # type: ignore[misc]
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         found = [
-            path
-            for path in folder.glob("*/summary.json")
-            if path.stat().st_mtime >= self._started_s
+            path for path in folder.rglob("summary.json") if path.stat().st_mtime >= self._started_s
         ]
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in found]
         summaries.sort(key=lambda summary: summary["job"])

@@ -3,12 +3,14 @@
 import logging
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from memtrain import config as config_module
 from memtrain.cards import Card, match_card
@@ -38,7 +40,7 @@ from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
 from memtrain.report import console, formats, planned
 from memtrain.report.board import Board
-from memtrain.report.recorder import Recorder, write_json
+from memtrain.report.recorder import METRICS, Recorder, write_json
 from memtrain.units import MIB, format_count
 
 log = logging.getLogger("memtrain")
@@ -60,7 +62,15 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
 
     Returns the sweep's metric. Ends the process with the exit code of `memtrain.errors` if the task fails.
     """
+    if (place.folder / METRICS).exists():
+        console.print_error(
+            f"hydra.run.dir={place.folder}: holds a run already; choose another folder"
+        )
+        sys.exit(EXIT_REFUSED)
     place.folder.mkdir(parents=True, exist_ok=True)
+    (place.folder / "config.yaml").write_text(
+        yaml.safe_dump(tree, sort_keys=False), encoding="utf-8"
+    )
     summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
     summary |= {"overrides": place.overrides, "run_dir": str(place.folder)}
     try:
@@ -91,6 +101,7 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
 def outcome(error: BaseException) -> tuple[str, int | None]:
     """Status and exit code of an error; no code: it ends the process by itself."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        console.print_error("interrupted; what was logged so far is in the run's folder")
         return "interrupted", None
     if isinstance(error, UserError):
         return "refused", EXIT_REFUSED
@@ -135,7 +146,6 @@ def train_model(
     """Build, train, save, sample; the summary's figures come back."""
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
-    plain_loss = build.build_loss(config, Terms())
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
@@ -148,7 +158,7 @@ def train_model(
             loader,
             build.build_schedule(config),
             config.steps,
-            evaluate=lambda: mean_loss(step, plain_loss, build.validation_batches(config, data)),
+            evaluate=evaluation(config, step, data),
             observe=recorder,
             log_every=config.log_every,
             eval_every=config.eval_every,
@@ -161,6 +171,14 @@ def train_model(
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
     return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
+
+
+def evaluation(config: Config, step: TrainStep, data: build.Data) -> Callable[[], float] | None:
+    """Mean loss over the held-out text, without smoothing and the like; None without such text."""
+    if data.val is None:
+        return None
+    plain_loss = build.build_loss(config, Terms())
+    return lambda: mean_loss(step, plain_loss, build.validation_batches(config, data))
 
 
 def what_was_learned(
@@ -296,7 +314,12 @@ def chosen_card(config: Config, device: torch.device) -> Card:
     if not config.gpu.auto or device.type != "cuda":
         return stated
     properties = torch.cuda.get_device_properties(device)
-    known = machine_card(device) or stated
+    known = machine_card(device)
+    if known is None:
+        console.print_warning(
+            f"no data sheet of {properties.name}: its speed is predicted as that of {stated.name}"
+        )
+        known = stated
     return replace(known, name=properties.name, memory_mib=properties.total_memory // MIB)
 
 
@@ -388,7 +411,9 @@ def generate(config: Config, place: Place) -> dict[str, Any]:
 def finished_run(config: Config, place: Place) -> Path:
     if config.generate.run:
         return config_module.resolve_path(config.generate.run, place.base)
-    found = sorted(place.folder.parent.glob(f"*/{WEIGHTS}"), key=lambda path: path.stat().st_mtime)
+    weights = place.folder.parent.glob(f"*/{WEIGHTS}")
+    with_text = (path for path in weights if (path.parent / "tokenizer.json").exists())
+    found = sorted(with_text, key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError(
             f"generate.run: no finished run in {place.folder.parent}; train one, or name a folder"

@@ -195,12 +195,13 @@ def eval_batches(
     tokens: npt.NDArray[np.integer[Any]],
     seq_len: int,
     micro_batch: int,
-    max_batches: int | None = None,
+    max_samples: int | None = None,
     name: str = "the validation text",
 ) -> Iterator[Batch]:
-    """Batches in order, the first `max_batches` of them. Raises UserError if there is no sample."""
+    """The first `max_samples` samples in order, in batches. Raises UserError if there is no sample."""
     n_samples = count_samples(tokens, seq_len, name)
-    starts = range(0, n_samples, micro_batch)[:max_batches]
+    n_samples = min(n_samples, max_samples or n_samples)
+    starts = range(0, n_samples, micro_batch)
     groups = (np.arange(start, min(start + micro_batch, n_samples)) for start in starts)
     return (_to_batch(_gather(tokens, seq_len, samples)) for samples in groups)
 

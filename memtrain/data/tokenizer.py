@@ -80,8 +80,11 @@ def train_bpe(
     return Tokenizer(backend, end_of_text_id)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read any tokenizer.json. Raises UserError if it is missing, damaged or has no end-of-text."""
+def load_tokenizer(path: Path, end_of_text: str | None = None) -> Tokenizer:
+    """Read any tokenizer.json. Raises UserError if it is missing, damaged or has no end-of-text.
+
+    `end_of_text` names that token where it is not one of END_OF_TEXT_NAMES.
+    """
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -89,11 +92,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not a tokenizer.json: {reason}") from error
-    ids = map(backend.token_to_id, END_OF_TEXT_NAMES)
+    names = (end_of_text,) if end_of_text else END_OF_TEXT_NAMES
+    ids = map(backend.token_to_id, names)
     end_of_text_id = next((i for i in ids if i is not None), None)
     if end_of_text_id is None:
-        names = ", ".join(END_OF_TEXT_NAMES)
-        raise UserError(f"{path}: no end-of-text token: add one of {names} to its added_tokens")
+        raise UserError(
+            f"{path}: no end-of-text token {' or '.join(names)}: name one with tokenizer.end_of_text"
+        )
     return Tokenizer(backend, end_of_text_id)
 
 

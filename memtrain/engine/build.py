@@ -23,7 +23,7 @@ from memtrain.config import (
     segment_blocks,
 )
 from memtrain.data import corpus, store
-from memtrain.data.loader import Batch, Loader, RandomTokens, eval_batches
+from memtrain.data.loader import Batch, Loader, RandomTokens, count_samples, eval_batches
 from memtrain.data.store import Tokens
 from memtrain.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from memtrain.engine.optimizers import decay_groups, make_optimizer
@@ -43,6 +43,9 @@ from memtrain.units import MIB
 ProgressFor = Callable[[str, int], AbstractContextManager[Callable[[int, int], None]]]
 """Title and bytes of something that takes long -> context that gives a callback(done, total)."""
 
+RANDOM_SAMPLES = 2**20
+"""Samples of an epoch of random tokens; there is no text that would say."""
+
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,15 +57,26 @@ class Data:
     """Token ids of both splits; `train` is None for random tokens, which are made as they are needed."""
 
     train: Tokens | None
-    val: Tokens
+    val: Tokens | None
+    """None where `data.val_fraction` is 0."""
     vocab_size: int
     tokenizer: Tokenizer | None
 
 
 def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
     """Tokenize or open what `data` names. Raises UserError for what cannot be read or is too short."""
+    data = _open_data(config, base, progress)
+    if config.data.val_fraction == 0:
+        data.val = None
+    if data.val is not None:
+        what = f"the validation text (data.val_fraction={config.data.val_fraction:g})"
+        count_samples(data.val, config.seq_len, what)
+    return data
+
+
+def _open_data(config: Config, base: Path, progress: ProgressFor) -> Data:
     if config.data.source == "random":
-        n_val = config.eval_batches * config.micro_batch * config.seq_len + 1
+        n_val = config.eval_sequences * config.seq_len + 1
         generator = np.random.default_rng(config.seed)
         random = generator.integers(config.data.vocab_size, size=n_val, dtype=np.uint32)
         return Data(None, random, config.data.vocab_size, None)
@@ -85,6 +99,15 @@ def _build_text(config: Config, base: Path, progress: ProgressFor) -> Data:
     else:
         train, val = store.split_tokens(train, config.data.val_fraction)
     return Data(train, val, tokenizer.vocab_size, tokenizer)
+
+
+def is_loadable(path: Path) -> bool:
+    """A cached tokenizer that is damaged is trained again."""
+    try:
+        load_tokenizer(path)
+    except UserError:
+        return False
+    return True
 
 
 def _tokenize(
@@ -117,9 +140,9 @@ def build_tokenizer(
         return bytes_tokenizer()
     if tokenizer.kind == "file":
         assert tokenizer.path
-        return load_tokenizer(resolve_path(tokenizer.path, base))
+        return load_tokenizer(resolve_path(tokenizer.path, base), tokenizer.end_of_text)
     path = cache_dir / f"bpe-{tokenizer.vocab_size}-{corpus.fingerprint(files)[:16]}.json"
-    if not path.exists():
+    if not is_loadable(path):
         cache_dir.mkdir(parents=True, exist_ok=True)
         total = total_bytes(files)
         with progress("training the tokenizer", total) as callback:
@@ -151,7 +174,7 @@ def build_loader(config: Config, data: Data, device: torch.device) -> Loader | R
             micro_batch=config.micro_batch,
             accum=config.accum,
             seed=config.seed,
-            samples_per_epoch=config.steps * config.accum * config.micro_batch,
+            samples_per_epoch=RANDOM_SAMPLES,
             pin=device.type == "cuda",
             prefetch=config.data.prefetch,
         )
@@ -164,11 +187,13 @@ def build_loader(config: Config, data: Data, device: torch.device) -> Loader | R
         shuffle=config.data.shuffle,
         pin=device.type == "cuda",
         prefetch=config.data.prefetch,
+        name="the training text (data.path)" if config.data.path else "the training text",
     )
 
 
 def validation_batches(config: Config, data: Data) -> Iterator[Batch]:
-    return eval_batches(data.val, config.seq_len, config.micro_batch, config.eval_batches)
+    assert data.val is not None
+    return eval_batches(data.val, config.seq_len, config.micro_batch, config.eval_sequences)
 
 
 # --- model, optimizer, step ---------------------------------------------------------------------------------------
@@ -229,9 +254,9 @@ def offload_blocks(config: Config, model: Transformer) -> None:
         return
     offload = ActivationOffload(model, config.offload.min_tensor_bytes)
     last = len(model.segments) - 1
-    for index, segment in enumerate(model.segments):
-        if chosen.intersection(segment.blocks):
-            model.segments[index] = offload.wrap(segment, keep=index == last)
+    for index, segment in enumerate(model.segments):  # all: what stays, too, tells when to fetch
+        kept = index == last or not chosen.intersection(segment.blocks)
+        model.segments[index] = offload.wrap(segment, keep=kept)
 
 
 def offloaded_blocks(config: Config) -> set[int]:

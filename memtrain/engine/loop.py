@@ -65,6 +65,11 @@ def train(
                 f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "
                 "lower optimizer.lr, or use precision=bf16 or fp32"
             )
+    if progress.skipped_in_a_row:
+        raise NotFiniteError(
+            f"the last {progress.skipped_in_a_row} of {progress.steps} steps were not finite and changed nothing; "
+            "lower optimizer.lr, or use precision=bf16 or fp32"
+        )
     return progress
 
 

@@ -37,7 +37,8 @@ class TrainStep:
         self.scaler.unscale_(self.optimizer)
         norm = self._clip()
         learns = any(batch.n_targets for batch in window)
-        stepped = torch.isfinite(norm) if learns else torch.zeros_like(norm, dtype=torch.bool)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        stepped = finite if learns else torch.zeros_like(finite)
         self.optimizer.found_inf = (~stepped).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.scaler.update()

@@ -18,6 +18,7 @@ Saved-tensor hooks (torch.autograd.graph) see what autograd keeps. Who waits for
 
 import weakref
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -36,35 +37,41 @@ _Key = tuple[int, int]
 
 
 class _HostPool:
-    """Byte buffers in host memory, reused by size. It is as large as what was in use at one time."""
+    """Flat buffers in host memory, reused by type and size: as many as were in use at one time."""
 
     def __init__(self) -> None:
         self.total_bytes = 0
-        self.free: list[Tensor] = []  # ordered by size
+        self.free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # ordered by size
 
-    def take(self, size_bytes: int, pinned: bool) -> Tensor:
+    def take(self, n_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
         """The smallest free buffer that is large enough; a new one replaces one that is too small."""
-        place = bisect_left(self.free, size_bytes, key=Tensor.numel)
-        if place < len(self.free):
-            return self.free.pop(place)
-        if self.free:
-            self.total_bytes -= self.free.pop().numel()
-        self.total_bytes += size_bytes
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        free = self.free[dtype]
+        place = bisect_left(free, n_elements, key=Tensor.numel)
+        if place < len(free):
+            return free.pop(place)
+        if free:
+            self.total_bytes -= free.pop().nbytes
+        self.total_bytes += n_elements * dtype.itemsize
+        return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def give(self, buffer: Tensor) -> None:
-        insort(self.free, buffer, key=Tensor.numel)
+        insort(self.free[buffer.dtype], buffer, key=Tensor.numel)
 
 
 class _Moved:
-    """The bytes of one storage. It lives as long as something in the graph may ask for them."""
+    """The content of one storage, flat. It lives as long as something in the graph may ask for it."""
 
-    def __init__(self, source: Tensor, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
+    def __init__(self, source: Tensor, pool: _HostPool, pinned: bool) -> None:
         self.on_device: Tensor | None = source
-        self.host = buffer[: source.numel()]
-        self._buffer = buffer
-        self._give = give
+        self.n_elements, self.dtype = source.numel(), source.dtype
+        self._pool = pool
+        self._buffer: Tensor | None = pool.take(self.n_elements, self.dtype, pinned)
         self._wait: Callable[[], None] | None = None
+
+    @property
+    def host(self) -> Tensor:
+        assert self._buffer is not None, "backward of a forward pass that another one has followed"
+        return self._buffer[: self.n_elements]
 
     def arrive(self, on_device: Tensor, wait: Callable[[], None]) -> None:
         """`on_device` is being filled; `wait` makes the compute stream wait for that."""
@@ -75,9 +82,15 @@ class _Moved:
             self._wait()
             self._wait = None
 
-    def __del__(self) -> None:
+    def drop(self) -> None:
         self.settle()  # nobody may get the device memory while it is being filled
-        self._give(self._buffer)
+        self.on_device = None
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+            self._buffer = None
+
+    def __del__(self) -> None:
+        self.drop()
 
 
 @dataclass(eq=False)
@@ -99,7 +112,7 @@ class _Call:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """How to make the saved tensor again from the bytes of its storage."""
+    """How to make the saved tensor again from the content of its storage."""
 
     call: _Call
     moved: _Moved
@@ -111,6 +124,9 @@ class _View:
 
 class ActivationOffload:
     """Wraps the segments of one model, in their order. Gradients are bit-equal: only bytes are copied.
+
+    One forward pass at a time: its backward comes before the next one begins. Wrap what is recomputed, and do not
+    recompute what is wrapped.
 
     Parameters, buffers, storages under `min_bytes` and what lives on another device stay. On a device that is not the
     CPU the host memory is pinned. `moved_bytes` counts what went to the host since it was made.
@@ -151,12 +167,21 @@ class ActivationOffload:
     # Forward
 
     def _begin(self, x: Tensor, rotary: Tensor | None, is_first: bool) -> _Call:
-        previous = None if is_first else self._last
+        if is_first:
+            self._drop_unfinished()
+        previous = self._last
         stays = previous.stays if previous is not None else self._resident_storages()
         if rotary is not None:  # every segment has it
             stays.add(rotary.untyped_storage()._cdata)
         compute = device_module(x.device).current_stream()
         return _Call(compute, x.device, stays, previous)
+
+    def _drop_unfinished(self) -> None:
+        """Take back what the last forward pass still holds: a backward that failed leaves nodes in autograd's queue."""
+        while self._last is not None:
+            for moved in list(self._last.moved.values()):
+                moved.drop()
+            self._last = self._last.previous
 
     def _resident_storages(self) -> set[int]:
         return {tensor.untyped_storage()._cdata for tensor in self._resident}
@@ -175,7 +200,7 @@ class ActivationOffload:
 
     def _find(self, call: _Call, key: _Key) -> _Moved | None:
         """What is under way already, for this segment or the one before: its storage still lives."""
-        for candidate in (call, self._last):
+        for candidate in (call, call.previous):
             moved = candidate.moved.get(key) if candidate is not None else None
             if moved is not None and moved.on_device is not None:
                 return moved
@@ -183,23 +208,22 @@ class ActivationOffload:
 
     def _move(self, call: _Call, tensor: Tensor) -> _Moved:
         n_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        source = tensor.as_strided((n_elements,), (1,), 0).view(torch.uint8)
-        buffer = self._pool.take(source.numel(), pinned=call.device.type != "cpu")
-        moved = _Moved(source, buffer, self._pool.give)
+        source = tensor.as_strided((n_elements,), (1,), 0)
+        moved = _Moved(source, self._pool, pinned=call.device.type != "cpu")
         to_host, _ = self._copy_streams(call.device)
         to_host.wait_event(call.compute.record_event())
         with device_module(call.device).stream(to_host):
             moved.host.copy_(source, non_blocking=True)
-        self.moved_bytes += source.numel()
+        self.moved_bytes += source.nbytes
         return moved
 
     def _end(self, call: _Call) -> None:
         """The segment before has had this one's time to copy: let its device tensors go."""
         to_host, _ = self._copy_streams(call.device)
         call.copied = to_host.record_event()
-        if self._last is not None and self._last.moved:
-            call.compute.wait_event(self._last.copied)
-            for moved in self._last.moved.values():
+        if call.previous is not None and call.previous.moved:
+            call.compute.wait_event(call.previous.copied)
+            for moved in call.previous.moved.values():
                 moved.on_device = None
         self._last = call
 
@@ -223,9 +247,7 @@ class ActivationOffload:
         wanted = [m for m in reversed(list(call.moved.values())) if m.on_device is None]
         if not wanted:
             return
-        arriving = [
-            torch.empty(m.host.numel(), dtype=torch.uint8, device=call.device) for m in wanted
-        ]
+        arriving = [torch.empty(m.n_elements, dtype=m.dtype, device=call.device) for m in wanted]
         _, to_device = self._copy_streams(call.device)
         to_device.wait_event(call.compute.record_event())
         with device_module(call.device).stream(to_device):
@@ -243,5 +265,7 @@ class ActivationOffload:
             self._fetch(packed.call)
         moved.settle()
         assert moved.on_device is not None
-        flat = moved.on_device.view(packed.dtype)
+        flat = moved.on_device
+        if flat.dtype != packed.dtype:
+            flat = flat.view(packed.dtype)
         return flat.as_strided(packed.size, packed.stride, packed.offset)

@@ -1,5 +1,6 @@
 """What a run will take: `engine.step` itself, executed on a GPU that is not there."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from memtrain.model.transformer import Dimensions, count_parameters
 from memtrain.phantom import CATEGORIES, PhantomCPU, PhantomGPU, Report
 from memtrain.planner.speed import estimate_speed
 
-N_STEPS = 2
-"""The first step has no optimizer state before it; from the second on all are alike."""
+N_STEPS = 3
+"""The first step has no optimizer state, the second meets an allocator that has; from the third on all are alike."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,15 @@ class Prediction:
 
 def predict(config: Config, dimensions: Dimensions, card: Card) -> Prediction:
     """The run's own step on `card`; one that does not fit goes on, and its report says so."""
-    return run_steps(config, dimensions, PhantomGPU(card, enforce_capacity=False))
+    gpu = PhantomGPU(card, expandable_segments=expandable_segments(), enforce_capacity=False)
+    return run_steps(config, dimensions, gpu)
+
+
+def expandable_segments() -> bool:
+    """Whether the allocator of a run started like this one would grow its segments (torch's own setting)."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = next((os.environ[name] for name in names if name in os.environ), "")
+    return "expandable_segments:true" in settings.lower()
 
 
 def predict_cpu(config: Config, dimensions: Dimensions) -> Prediction:

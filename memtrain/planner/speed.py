@@ -28,21 +28,26 @@ def estimate_speed(report: Report, card: Card, tf32: bool) -> Speed:
     parts = {"matrix products": 0.0, "memory": 0.0, "host link": 0.0, "host": 0.0}
     for phase in {op.phase for op in report.ops}:
         ops = [op for op in report.ops if op.phase == phase]
-        link_s = link_seconds(ops, card)
+        ways = link_seconds(ops, card)
         computing_s = 0.0
         for op in ops:
             part, seconds = operator_seconds(op, card, tf32)
             parts[part] += seconds
             computing_s += seconds
-        hidden_s = computing_s if phase in OVERLAPPED else 0.0
-        parts["host link"] += max(0.0, link_s - hidden_s)
+        if phase in OVERLAPPED:  # both ways at once, beside the computation
+            parts["host link"] += max(0.0, max(ways) - computing_s)
+        else:
+            parts["host link"] += sum(ways)
     return Speed(sum(parts.values()), parts)
 
 
-def link_seconds(ops: list[OpUse], card: Card) -> float:
-    """Both ways at once on a full-duplex link."""
-    moved = {way: sum(op.moved_bytes for op in ops if op.kind == way) for way in ("h2d", "d2h")}
-    return max(moved.values()) / (card.link_gb_s * 1e9)
+def link_seconds(ops: list[OpUse], card: Card) -> tuple[float, float]:
+    """To the device and from it."""
+    to_device, from_device = (
+        sum(op.moved_bytes for op in ops if op.kind == way) / (card.link_gb_s * 1e9)
+        for way in ("h2d", "d2h")
+    )
+    return to_device, from_device
 
 
 def operator_seconds(op: OpUse, card: Card, tf32: bool) -> tuple[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from memtrain.report.board import TAGS, Board
 from memtrain.report.console import perplexity
 
+METRICS = "metrics.jsonl"
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
@@ -27,7 +28,7 @@ class Recorder:
         self.board = Board(folder)
         self.summary: dict[str, Any] = {}
         self._show, self._peak_flops, self._token_flops = show, peak_flops, token_flops
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8", buffering=1)
         self._seconds_s = self._tokens = 0.0
 
     def __enter__(self) -> "Recorder":
@@ -44,7 +45,7 @@ class Recorder:
 
     def __call__(self, record: dict[str, Any]) -> None:
         record = self._extend(record)
-        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.write(json.dumps(finite(record)) + "\n")
         self.board.scalars({k: v for k, v in record.items() if k in TAGS}, record["step"])
         self._summarise(record)
         self._show(record)

@@ -180,8 +180,9 @@ def category_table(phases: Mapping[str, Mapping[str, int]], title: str = "") -> 
 
 
 def categories(phases: Iterable[Mapping[str, int]]) -> list[str]:
-    """In the order in which they first have a byte."""
-    return list(dict.fromkeys(name for sizes in phases for name, size in sizes.items() if size))
+    """Those that have a byte, in the order in which a phase names them, the fullest phase first."""
+    fullest = sorted(phases, key=len, reverse=True)
+    return list(dict.fromkeys(name for sizes in fullest for name, size in sizes.items() if size))
 
 
 def add_column(table: Table, name: str, justify: str) -> None:

@@ -26,7 +26,7 @@ TINY_TEXT = [
     "seq_len=16",
     "log_every=1",
     "eval_every=3",
-    "eval_batches=2",
+    "eval_sequences=4",
     "generate.tokens=8",
 ]
 """Overrides of a run on text that takes a second once torch is imported; `data.path` is missing."""

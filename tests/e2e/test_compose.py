@@ -27,12 +27,12 @@ CHOICES = [f"{path.parent.name}={path.stem}" for path in FILES]
 
 NEEDS = {
     "data=text": ["data.path=corpus.txt"],
+    "checkpointing=per_block": ["checkpointing.per_block=[keep,keep,keep,recompute]"],
     "data=tokens": ["data.path=corpus.bin"],
     "model=hf": ["task=plan", "model.config=config.json"],
     "tokenizer=file": ["tokenizer.path=tokenizer.json"],
 }
 NOT_AVAILABLE = {
-    "checkpointing=selective",
     "offload=all",
     "offload=optimizer_nvme",
     "offload=params",
@@ -56,7 +56,7 @@ PARAMETERS = {
 
 
 def test_all_files_are_found() -> None:
-    assert len(CHOICES) == 77
+    assert len(CHOICES) == 80
 
 
 @pytest.mark.parametrize("choice", CHOICES)

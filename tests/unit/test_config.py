@@ -66,7 +66,6 @@ COMBINATIONS = {
 }
 NOT_AVAILABLE = [
     "precision=fp8",
-    "checkpointing=selective",
     "offload=params",
     "save_every=5",
     "resume=latest",
@@ -148,8 +147,10 @@ def test_blocks_of_a_segment(overrides: list[str], blocks: int, config: Compose)
         ("checkpointing=alternate checkpoint_every=1", "checkpointing=alternate"),
         ("checkpoint_every=9", "checkpoint_every=9"),
         ("steps=20", "schedule.warmup=20"),
-        ("optimizer.momentum=0.9", "optimizer.momentum has no effect"),
-        ("task=numerics model.dropout=0.1", "model.dropout has no effect"),
+        ("optimizer.momentum=0.9", "optimizer.momentum=0.9 has no effect"),
+        ("task=numerics model.dropout=0.1", "model.dropout=0.1 has no effect"),
+        ("tokenizer=bytes tokenizer.vocab_size=300", "tokenizer.vocab_size=300 has no effect"),
+        ("loss=full loss.chunk_mib=1", "loss.chunk_mib=1 has no effect"),
     ],
 )
 def test_a_switch_without_effect_warns(overrides: str, warning: str, config: Compose) -> None:

@@ -227,4 +227,6 @@ def test_eval_batches_are_in_order_and_limited() -> None:
     every = list(eval_batches(tokens, SEQ_LEN, 4))
     assert [samples([batch]) for batch in every] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
     assert sum(batch.n_targets for batch in every) == 9 * SEQ_LEN
-    assert len(list(eval_batches(tokens, SEQ_LEN, 4, max_batches=2))) == 2
+    for micro_batch in (1, 2, 4, 5):
+        first = eval_batches(tokens, SEQ_LEN, micro_batch, max_samples=5)
+        assert samples(list(first)) == [0, 1, 2, 3, 4]
