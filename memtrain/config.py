@@ -270,6 +270,7 @@ class Config:
     keep: int
     resume: str | None
     compile: Literal["off", "blocks", "model"]
+    """What torch.compile makes kernels for: each block, or all from token ids to hidden states; never the loss."""
     plan: Literal["on", "off"]
     """Predict the peak memory of a training run before it starts."""
     deterministic: bool
@@ -538,6 +539,26 @@ def _random_has_no_text(config: Config) -> None:
         raise UserError("task=generate: needs a run on text; drop data=random")
 
 
+def _compiles_with(config: Config) -> None:
+    """Offload waits for streams, which cannot be traced; a compiled block hides its operators from `selective`."""
+    policy, per_block = config.checkpointing.policy, config.checkpointing.per_block
+    key = f"compile={config.compile}"
+    if config.compile == "off":
+        return
+    if policy == "budget":
+        raise UserError(f"{key}: checkpointing=budget plans a run as eager; drop one of the two")
+    if config.compile == "model" and (
+        config.offload.mode == "activations" or (policy == "per_block" and "offload" in per_block)
+    ):
+        raise UserError(f"{key}: cannot trace the offload of activations; use compile=blocks")
+    if config.compile == "blocks" and (
+        policy == "selective" or (policy == "per_block" and "selective" in per_block)
+    ):
+        raise UserError(
+            f"{key}: hides its operators from selective recomputation; use compile=model"
+        )
+
+
 def _not_built_yet(config: Config) -> None:
     for key, value, refused in (
         ("precision", config.precision.name, ("fp8",)),
@@ -549,7 +570,6 @@ def _not_built_yet(config: Config) -> None:
         ("save_every", config.save_every, 0),
         ("keep", config.keep, 1),
         ("resume", config.resume, None),
-        ("compile", config.compile, "off"),
         ("precision.master_weights", config.precision.master_weights, True),
     )
     for key, given, default in defaults:
@@ -568,6 +588,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _sqrt_sets_segments,
     _random_has_no_text,
     _hf_is_planned,
+    _compiles_with,
     _blocks_are_named,
     _policies_do_not_collide,
 )
@@ -663,7 +684,20 @@ def no_effect_warnings(config: Config) -> list[str]:
             f"schedule.warmup={config.schedule.warmup} never ends in steps={config.steps}: "
             "the learning rate only rises"
         )
+    if config.compile != "off":
+        found += _compile_warnings(config)
     return found
+
+
+def _compile_warnings(config: Config) -> list[str]:
+    if config.task == "generate":
+        return [f"compile={config.compile} has no effect with task=generate"]
+    if config.task == "plan" or (config.task == "train" and config.plan == "on"):
+        bound = "an upper bound but for the gradients of one block"
+        if config.compile == "model" and config.accum > 1:
+            bound = "too low by the gradients, which exist twice with accum above 1; compile=blocks avoids it"
+        return [f"compile={config.compile} is planned as eager: {bound}"]
+    return []
 
 
 def resolve_path(path: str, base: Path) -> Path:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.checkpoint import noop_context_fn
 
 from memtrain.config import (
     Config,
@@ -31,6 +30,7 @@ from memtrain.engine.schedule import Schedule, make_schedule
 from memtrain.engine.step import TrainStep
 from memtrain.errors import UserError
 from memtrain.memory.activation_offload import ActivationOffload
+from memtrain.memory.compiled import compile_blocks, compile_training
 from memtrain.memory.master_weights import MasterWeights
 from memtrain.memory.mlp_chunks import chunk_mlps
 from memtrain.memory.recompute import recompute
@@ -244,6 +244,10 @@ def build_model(config: Config, dimensions: Dimensions, device: torch.device) ->
         chunk_mlps(model, config.model.mlp_chunks, blocks)
     recompute_blocks(config, model)
     offload_blocks(config, model)
+    if config.compile == "blocks":
+        compile_blocks(model)
+    elif config.compile == "model":
+        compile_training(model)
     return model
 
 
@@ -277,7 +281,7 @@ def recompute_blocks(config: Config, model: Transformer) -> None:
     if wanted.policy == "selective":
         recompute(model, chosen, 1, contexts)
     elif wanted.policy == "per_block":
-        for policy, how in (("recompute", noop_context_fn), ("selective", contexts)):
+        for policy, how in (("recompute", None), ("selective", contexts)):
             recompute(model, [i for i, p in enumerate(wanted.per_block) if p == policy], 1, how)
     elif wanted.policy == "alternate" and every:
         recompute(model, [index for index in chosen if index % every], 1)

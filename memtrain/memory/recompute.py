@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from memtrain.model.transformer import Segment, Transformer
 
@@ -15,7 +15,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def recompute(
-    model: Transformer, chosen: Collection[int], every: int, contexts: Contexts = noop_context_fn
+    model: Transformer, chosen: Collection[int], every: int, contexts: Contexts | None = None
 ) -> None:
     """Up to `every` consecutive segments whose blocks are `chosen` become one, of which only the input is kept.
 
@@ -29,10 +29,12 @@ def recompute(
     ]
 
 
-def joined(segments: Sequence[Segment], contexts: Contexts) -> Segment:
-    run = partial(_run, segments)
+def joined(segments: Sequence[Segment], contexts: Contexts | None) -> Segment:
     blocks = [index for segment in segments for index in segment.blocks]
-    return Segment(blocks, partial(checkpoint, run, use_reentrant=False, context_fn=contexts))
+    run = partial(checkpoint, partial(_run, segments), use_reentrant=False)
+    if contexts:  # left out where it is the default: torch.compile cannot trace that
+        run = partial(run, context_fn=contexts)
+    return Segment(blocks, run)
 
 
 def groups(count: int, chosen: Collection[int], every: int) -> Iterator[list[int]]:

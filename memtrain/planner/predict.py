@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def make_step(
     if config.model.config:
         model: LanguageModel = build.build_hf_model(config, device)
     else:
-        model = build.build_model(config, dimensions, device)
+        model = build.build_model(replace(config, compile="off"), dimensions, device)
     step = build.build_step(config, model, device)
     shape, pinned = (config.micro_batch, config.seq_len), device.type != "cpu"
 

@@ -64,12 +64,16 @@ COMBINATIONS = {
     "checkpointing=sqrt checkpoint_every=2": ["checkpoint_every=2", "checkpointing=sqrt"],
     "data=random task=generate": ["task=generate", "data=random"],
 }
+COMBINATIONS |= {
+    "compile=blocks checkpointing=budget": ["compile=blocks", "checkpointing=budget"],
+    "compile=blocks checkpointing=selective": ["compile=blocks", "selective", "compile=model"],
+    "compile=model offload=activations": ["compile=model", "offload", "compile=blocks"],
+}
 NOT_AVAILABLE = [
     "precision=fp8",
     "offload=params",
     "save_every=5",
     "resume=latest",
-    "compile=model",
 ]
 
 
