@@ -71,3 +71,18 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+def free_host_bytes() -> int:
+    """Host memory that a run can still take: what the machine has available, or what its container is allowed."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit, used = (_cgroup_bytes(name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A figure of this process's cgroup (v2); None where there is no limit."""
+    path = Path("/sys/fs/cgroup") / name
+    text = path.read_text(encoding="ascii").strip() if path.exists() else "max"
+    return int(text) if text.isdigit() else None

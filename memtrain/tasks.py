@@ -18,7 +18,7 @@ from memtrain.config import Config
 from memtrain.data.loader import Loader, RandomTokens
 from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
-from memtrain.device import describe_device, host_memory_bytes, select_device
+from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
 from memtrain.engine import build
 from memtrain.engine.checkpoint import WEIGHTS, load_weights, save_weights
 from memtrain.engine.generate import generate as generate_tokens
@@ -41,7 +41,7 @@ from memtrain.planner.predict import make_plan
 from memtrain.report import console, formats, planned
 from memtrain.report.board import Board
 from memtrain.report.recorder import METRICS, Recorder, write_json
-from memtrain.units import MIB, format_count
+from memtrain.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("memtrain")
 
@@ -340,7 +340,18 @@ def plan_run(
     console.print_verdict(planned.verdict(found), found["fits"])
     if not found["fits"]:
         console.print_warning("this run is predicted to end out of memory on that card")
+    if device.type != "cpu":
+        check_host_memory(found["host_bytes"], free_host_bytes())
     return found
+
+
+def check_host_memory(needed_bytes: int, free_bytes: int) -> None:
+    """What is offloaded has to fit the host. Raises UserError with both figures."""
+    if needed_bytes > free_bytes:
+        raise UserError(
+            f"offload: needs {format_bytes(needed_bytes)} of host memory, {format_bytes(free_bytes)} are free; "
+            "lower micro_batch or offload.activations_fraction, or offload less"
+        )
 
 
 def resolve_budget(config: Config, place: Place, vocab_size: int, device: torch.device) -> Config:

@@ -7,7 +7,9 @@ Source of every rule: c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_blo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
 
 from memtrain.units import MIB, format_bytes
 
@@ -20,7 +22,7 @@ ROUND_LARGE_BYTES = 2 * MIB
 SEGMENT_SPACE_BYTES = 2**24 * LARGE_SEGMENT_BYTES  # address space of one expandable segment
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(torch.OutOfMemoryError):
     """The card is full. `by_category` says what filled it, in bytes."""
 
     def __init__(
@@ -95,6 +97,8 @@ class CachingAllocator:
     """Allocated, active and reserved bytes as `torch.cuda.memory_stats` would give them.
 
     `capacity_bytes=None` is a card without end; `enforce=False` counts on past the capacity.
+    Pages that an expandable segment gave back are not mapped again: it grows at its end instead,
+    which may take a page more than filling the hole.
     """
 
     def __init__(
@@ -112,6 +116,10 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.peak_active_bytes = 0
         self.peak_reserved_bytes = 0
+        self.alloc_retries = 0
+        self.ooms = 0
+        self.synchronize: Callable[[], None] = lambda: None
+        """Has every block retired that `free` kept active (`synchronize_and_free_events`)."""
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._next_address = 0
 
@@ -151,6 +159,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Return what is free to the card: whole segments, or whole pages if they expand."""
+        self.synchronize()
         for pool in self._pools.values():
             for block in pool:
                 if self.expandable_segments:
@@ -182,8 +191,10 @@ class CachingAllocator:
     def _new_block(self, pool: Pool, rounded_bytes: int, asked_bytes: int) -> Block:
         if self.expandable_segments:
             return self._expand(pool, rounded_bytes, asked_bytes)
-        self._reserve(_segment_bytes(rounded_bytes), asked_bytes)
-        return self._place(pool, _segment_bytes(rounded_bytes))
+        segment_bytes = _segment_bytes(rounded_bytes)
+        self._make_room(segment_bytes)
+        self._reserve(segment_bytes, asked_bytes)
+        return self._place(pool, segment_bytes)
 
     def _place(self, pool: Pool, size_bytes: int) -> Block:
         block = Block(self._next_address, size_bytes, pool)
@@ -191,15 +202,19 @@ class CachingAllocator:
         return block
 
     def _reserve(self, size_bytes: int, asked_bytes: int) -> None:
-        if not self._fits(size_bytes):
-            self.empty_cache()
-            if self.enforce and not self._fits(size_bytes):
-                assert self.capacity_bytes is not None
-                raise OutOfMemoryError(
-                    asked_bytes, self.allocated_bytes, self.reserved_bytes, self.capacity_bytes
-                )
+        if self.enforce and not self._fits(size_bytes):
+            assert self.capacity_bytes is not None
+            self.ooms += 1
+            raise OutOfMemoryError(
+                asked_bytes, self.allocated_bytes, self.reserved_bytes, self.capacity_bytes
+            )
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _make_room(self, size_bytes: int) -> None:
+        if not self._fits(size_bytes):
+            self.alloc_retries += 1
+            self.empty_cache()
 
     def _fits(self, size_bytes: int) -> bool:
         return (
@@ -238,8 +253,7 @@ class CachingAllocator:
 
     def _expand(self, pool: Pool, rounded_bytes: int, asked_bytes: int) -> Block:
         """Map more pages at the end of the pool's segment, until its last block is large enough."""
-        if not self._fits(_missing_bytes(pool, rounded_bytes)):
-            self.empty_cache()  # may take pages of the last block as well
+        self._make_room(_missing_bytes(pool, rounded_bytes))  # may take pages of the last block
         new_bytes = _missing_bytes(pool, rounded_bytes)
         self._reserve(new_bytes, asked_bytes)
         tail = pool.tail

@@ -60,10 +60,18 @@ def register() -> torch.device:
 def _register_operators() -> None:
     rest: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(torch.library.fallthrough_kernel, autocast.KEY)
+    rest.fallback(_refuse, "PrivateUse1")
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     autocast.register(library, DEVICE_TYPE)
     operators.register(library, compute_capability)
     _libraries.extend([rest, library])
+
+
+def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UserError(
+        f"{operator} ran on the phantom outside the `with` block or in another thread: "
+        "run it inside, in the thread that entered"
+    )
 
 
 def compute_capability() -> float:
@@ -197,7 +205,9 @@ class DeviceModule:
         ):
             stats[f"{name}.all.current"] = _statistic(attribute)
             stats[f"{name}.all.peak"] = _statistic(f"peak_{attribute}")
-        return stats | {"num_alloc_retries": 0, "num_ooms": 0}
+        stats["num_alloc_retries"] = _statistic("alloc_retries")
+        stats["num_ooms"] = _statistic("ooms")
+        return stats
 
 
 def _statistic(attribute: str) -> int:

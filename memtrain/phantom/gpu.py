@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader
 
 from memtrain.cards import Card, load_card
 from memtrain.errors import UserError
@@ -17,7 +19,7 @@ from memtrain.phantom import autocast, backend
 from memtrain.phantom.allocator import CachingAllocator
 from memtrain.phantom.ledger import PAGEABLE, PHASES, PINNED
 from memtrain.phantom.meter import Meter
-from memtrain.phantom.report import CATEGORIES, OpUse, Report, host_peaks, peaks
+from memtrain.phantom.report import CATEGORIES, OpUse, Report, host_peak, peaks
 from memtrain.phantom.streams import use_schedule
 
 
@@ -55,10 +57,15 @@ class _Phantom:
         backend.push(meter)
         stack.callback(backend.pop)
         stack.callback(use_schedule, use_schedule(meter.schedule))
+        stack.enter_context(_quiet_log("torch._subclasses.fake_tensor"))
+        for module in (torch.autograd, torch.autograd.graph):
+            name = "_engine_run_backward"
+            stack.enter_context(_patched(module, name, _run_backward(meter, getattr(module, name))))
         meter.watch.install()
         stack.callback(meter.watch.remove)
         stack.enter_context(_patched(torch.UntypedStorage, "resize_", _resize(meter)))
         stack.enter_context(_patched(nn.Module, "_apply", _apply))
+        stack.enter_context(_patched(DataLoader, "_get_iterator", _in_process(DataLoader)))
         stack.enter_context(_patched(FakeTensor, "data", property(_get_data, _set_data)))
         propagator = sys.modules.get("torch.distributed.tensor._sharding_prop")
         if propagator is not None:
@@ -116,7 +123,9 @@ class PhantomGPU(_Phantom):
 
     `capacity_bytes` is what the allocator may reserve (the card's memory less the CUDA context);
     with `enforce_capacity=False` a run that does not fit goes on, and its report says so.
-    Raises OutOfMemoryError, UnsupportedOperator and RaceError from the code that runs on it.
+    Raises OutOfMemoryError, UnsupportedOperator and RaceError from the code that runs on it. Inside backward, torch's
+    engine ends the process on any exception: out of memory and races are raised when it has returned, other exceptions
+    (a hook's own) cannot be caught there.
     """
 
     def __init__(
@@ -182,6 +191,31 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
+@contextmanager
+def _quiet_log(name: str) -> Iterator[None]:
+    """FakeTensorMode logs a traceback before it raises what the meter says in one line."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _run_backward(meter: Meter, run: Any) -> Any:
+    """Backward, after which is raised what could not be raised inside it."""
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        outermost = torch._C._current_graph_task_id() == -1
+        out = run(*args, **kwargs)
+        if outermost:
+            meter.raise_deferred()
+        return out
+
+    return run_backward
+
+
 def _resize(meter: Meter) -> Any:
     """`UntypedStorage.resize_` does not pass the dispatcher, and FSDP frees by it."""
     resize = torch.UntypedStorage.resize_
@@ -192,6 +226,24 @@ def _resize(meter: Meter) -> Any:
         return out
 
     return resize_
+
+
+def _in_process(loader_class: Any) -> Any:
+    """Batches are made here: a worker's tensors are real, and arrive by no operator.
+
+    What workers would hold ahead of time is not counted.
+    """
+    get_iterator = loader_class._get_iterator
+
+    def run(loader: Any) -> Any:
+        chosen = loader.num_workers, loader.timeout
+        loader.num_workers = loader.timeout = 0
+        try:
+            return get_iterator(loader)
+        finally:
+            loader.num_workers, loader.timeout = chosen
+
+    return run
 
 
 def _quiet(meter: Meter, function: Any) -> Any:
@@ -207,6 +259,7 @@ def _quiet(meter: Meter, function: Any) -> Any:
     return run
 
 
+HOOK_DICTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _tensor_data: Any = torch.Tensor.data
 
 
@@ -222,9 +275,9 @@ def _set_data(self: Any, value: Any) -> None:
 
 
 def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` as it treats real tensors: parameters keep their identity.
+    """`nn.Module._apply` as between CPU and CUDA: parameters keep their identity.
 
-    Only those made outside (real, or on meta) are replaced, tied ones by one parameter.
+    Only those on meta are replaced, tied ones by one parameter.
     """
     moved: dict[int, nn.Parameter] = {}
     modules = list(self.modules()) if recurse else [self]
@@ -246,11 +299,13 @@ def _move(parameter: Any, fn: Any, moved: dict[int, nn.Parameter]) -> Any:
         grad = None if parameter.grad is None else fn(parameter.grad)
     if applied is parameter:
         target = parameter
-    elif isinstance(parameter, FakeTensor) and parameter.device.type != "meta":
+    elif parameter.device.type == "meta":
+        target = nn.Parameter(applied, parameter.requires_grad)
+    elif isinstance(parameter, FakeTensor):
         parameter.data = applied
         target = parameter
     else:
-        target = nn.Parameter(applied, parameter.requires_grad)
+        target = _become(parameter, nn.Parameter(applied, parameter.requires_grad))
     if grad is not None:
         target.grad = grad
     meter = backend.active()
@@ -258,6 +313,23 @@ def _move(parameter: Any, fn: Any, moved: dict[int, nn.Parameter]) -> Any:
         meter.mark(target, "weights")
     moved[id(parameter)] = target
     return target
+
+
+def _become(parameter: Any, fake: Any) -> Any:
+    """`parameter`, the same object, as the tensor `fake` is; its hooks and attributes stay.
+
+    `torch.utils.swap_tensors` refuses what something refers to weakly, and leaves the hooks to
+    the tensor that goes: a dict of hooks must be set again to reach the new one.
+    """
+    hooks = {name: getattr(parameter, name) for name in HOOK_DICTS}
+    attributes = {**vars(parameter), **vars(fake)}
+    parameter.__class__ = type(fake)
+    torch._C._swap_tensor_impl(parameter, fake)
+    vars(parameter).update(attributes)
+    for name, registered in hooks.items():
+        if registered is not None:
+            setattr(parameter, name, registered)
+    return parameter
 
 
 def _ops(meter: Meter) -> list[OpUse]:
@@ -277,7 +349,7 @@ def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
     ledger, allocator = meter.ledger, meter.ledger.allocator
     phases, timeline, maxima = peaks(ledger)
     top = phases.get(maxima.phase)
-    host_peak_bytes, host_end_bytes = host_peaks(ledger)
+    host_peak_bytes, host_peak_phase, host_categories, host_end_bytes = host_peak(ledger)
     allocated = top.allocated_bytes if top else 0
     reserved = allocator.peak_reserved_bytes if allocator else allocated
     flops: dict[str, int] = {}
@@ -305,6 +377,8 @@ def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
         host_pageable_peak_bytes=ledger.peak[PAGEABLE],
         host_pinned_peak_bytes=ledger.peak[PINNED],
         host_end_bytes=host_end_bytes,
+        host_peak_phase=host_peak_phase,
+        host_categories=host_categories,
         h2d_bytes=moved["h2d"],
         d2h_bytes=moved["d2h"],
         flops=flops,

@@ -182,15 +182,33 @@ def fused_rms_norm_backward(
     return dx, dweight
 
 
-RESULTS: dict[Any, Callable[..., Any]] = (
+def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """One product per group, of any floating type (torch's shape function takes bf16 only).
+
+    Rows are padded to 16 bytes: native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`.
+    """
+    groups = []  # (M, K) x (G, K, N) with M in groups, or (G, M, K) x (K, N) with N in groups
+    if a.dim() == b.dim():  # (G, M, K) x (G, K, N), or (M, K) x (K, N) with K in groups
+        groups = [a.shape[0] if a.dim() == 3 else offs.shape[0]]
+    dtype = out_dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    width = _round_up(columns, 16 // dtype.itemsize)
+    strides = [rows * width] * len(groups) + [width, 1]
+    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
+
+
+def _defaults(names: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    return {getattr(aten, n).default: f for n, f in names.items() if hasattr(aten, n)}
+
+
+RESULTS = _defaults(
     {
-        aten._fused_rms_norm.default: fused_rms_norm,
-        aten._fused_rms_norm_backward.default: fused_rms_norm_backward,
+        "_fused_rms_norm": fused_rms_norm,
+        "_fused_rms_norm_backward": fused_rms_norm_backward,
+        "_grouped_mm": grouped_mm,
     }
-    if hasattr(aten, "_fused_rms_norm")
-    else {}
 )
-"""Operators whose CUDA kernel returns other tensors than their composite form."""
+"""Operators whose CUDA kernel returns other tensors than torch's shape function says."""
 
 
 def matmul_flops(args: Any, out: Any) -> int:
@@ -202,6 +220,32 @@ def matmul_flops(args: Any, out: Any) -> int:
 
 def scaled_mm_flops(args: Any, out: Any) -> int:
     return 2 * int(out.numel()) * int(args[0].shape[-1])
+
+
+def grouped_mm_flops(args: Any, out: Any) -> int:
+    """As one product: each row, each column or each inner index belongs to one group."""
+    a, b = args[:2]
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    flops: int = 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    return flops
+
+
+def _convolution_flops(x: Any, weight: Any, out: Any, transposed: bool) -> int:
+    """Every weight meets every place of the output, or of the input if that is the smaller."""
+    places = (x if transposed else out).shape[2:]
+    flops: int = 2 * x.shape[0] * prod(places) * weight.numel()
+    return flops
+
+
+def convolution_flops(args: Any, out: Any) -> int:
+    return _convolution_flops(args[0], args[1], out, transposed=args[6])
+
+
+def convolution_backward_flops(args: Any, out: Any) -> int:
+    """As much as forward for each of the gradients of input and weight that is wanted."""
+    grad, x, weight = args[:3]
+    wanted = int(args[10][0]) + int(args[10][1])
+    return wanted * _convolution_flops(x, weight, grad, transposed=args[7])
 
 
 def attention_flops(args: Any, out: Any) -> int:
@@ -224,6 +268,10 @@ def _flops() -> dict[Any, tuple[str, Callable[[Any, Any], int]]]:
         table[getattr(aten, name).default] = ("matmul", matmul_flops)
     if hasattr(aten, "_scaled_mm"):
         table[aten._scaled_mm.default] = ("matmul", scaled_mm_flops)
+    if hasattr(aten, "_grouped_mm"):
+        table[aten._grouped_mm.default] = ("matmul", grouped_mm_flops)
+    table[aten.convolution.default] = ("convolution", convolution_flops)
+    table[aten.convolution_backward.default] = ("convolution", convolution_backward_flops)
     for kernel in ("flash_attention", "efficient_attention", "flash_attention_for_cpu"):
         for suffix, count in (("", attention_flops), ("_backward", attention_backward_flops)):
             packet = getattr(aten, f"_scaled_dot_product_{kernel}{suffix}", None)

@@ -39,6 +39,7 @@ class Record:
     """
 
     __slots__ = (
+        "asked_bytes",
         "block",
         "born",
         "category",
@@ -59,7 +60,7 @@ class Record:
         self, space: str, size_bytes: int, op: str, module: str, born: int, stream: int
     ) -> None:
         self.space = space
-        self.size_bytes = size_bytes
+        self.asked_bytes = self.size_bytes = size_bytes
         self.op = op
         self.module = module
         self.born = born

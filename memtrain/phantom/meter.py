@@ -47,6 +47,7 @@ UNSUPPORTED = (
     NotImplementedError,
 )
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # `torch.tensor(3.0)`: a constant
+VALUES_PER_STEP = 10_000
 RESIZERS = {  # operators that change the storage of a tensor that exists
     aten.resize_.default,
     aten.set_.source_Storage,
@@ -68,6 +69,14 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
 
+def _is_view(func: Any) -> bool:
+    """Whether `func` only looks at its argument's storage, without reading it."""
+    returns = func._schema.returns
+    return bool(returns) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
+    )
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages, transfers, FLOPs and bytes of everything that runs under it.
 
@@ -87,6 +96,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = Ledger(allocator)
         self.schedule = Schedule()
         self.schedule.on_order = self._retire
+        if allocator is not None:
+            allocator.synchronize = self._retire_all
         self.watch = ModuleWatch(self.mark, self._start_forward)
         self.fake = _FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.keys_of = None if device_type == "cpu" else torch.device(device_type, 0)
@@ -95,9 +106,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved = {"h2d": 0, "d2h": 0}
         self.phase_name = ""
         """Set by `PhantomGPU.phase`: overrides what the hooks tell."""
+        self.deferred: Exception | None = None
+        """What went wrong inside backward, to be raised after it."""
         self.paused = False
         """Nothing counts: DTensor asks for a shape by making tensors of it."""
         self._in_forward = False
+        self._values_read = 0
         self._task = -1
         self._task_depth = 0
         self._workspaces: set[tuple[bool, int]] = set()
@@ -156,6 +170,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.phase_name
         if self.watch.optimizers:
             self._in_forward = False
+            self._values_read = 0
             return OPTIMIZER
         if task != -1:
             return BACKWARD
@@ -166,10 +181,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._task = task
         self._task_depth = len(self.watch.stack)
         self._in_forward = False
+        self._values_read = 0
         if self.schedule.tracking:
             self.schedule.join(self.schedule.current)
 
     def _start_forward(self) -> None:
+        self.settle()  # a backward that has ended is seen now, not after the forward has begun
         if torch.is_grad_enabled():
             self._in_forward = True
 
@@ -191,7 +208,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._composite(func, args, kwargs)
         if func not in LIFTS:
             args, kwargs = self._faked(func, args, kwargs)
-        if self.schedule.tracking:
+        if self.schedule.tracking and not _is_view(func):
             self._check_order(func, args, kwargs)
         out = self._rekeyed(self._run(func, args, kwargs), args, kwargs)
         entry = dispatch.describe(func, args, kwargs, out, self.device_type)
@@ -243,12 +260,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         real = [t for t in flat_tensors(args, kwargs) if type(t) is not FakeTensor]
         if not real:
             return args, kwargs
-        if func._schema.is_mutable and any(t is args[0] for t in real):
-            raise UserError(
-                f"{func}{self._where()} writes to a tensor of shape {list(args[0].shape)} that "
-                "holds real data: make it inside the phantom's `with` block"
-            )
         fakes = {id(t): self._fake_of(t) for t in real}
+        for t in _targets(func, args, kwargs):
+            if id(t) in fakes:
+                raise UserError(
+                    f"{func}{self._where()} writes to a tensor of shape {list(t.shape)} that "
+                    "holds real data: make it inside the phantom's `with` block"
+                )
 
         def swap(value: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -336,7 +354,29 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except OutOfMemoryError as error:
             self.watch.mark_all()
             error.by_category = held_now(self.ledger)
-            raise
+            self._fail(error)
+        # In backward: counted past the capacity until `raise_deferred`.
+        allocator = self.ledger.allocator
+        assert allocator is not None
+        allocator.enforce = False
+        try:
+            return self.ledger.allocate(space, size_bytes, op, self.watch.path, stream)
+        finally:
+            allocator.enforce = True
+
+    def _fail(self, error: Exception) -> None:
+        """Raise `error`; inside backward only once that has returned.
+
+        torch's engine cannot unwind through a device that was registered from Python: it ends the process.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            raise error
+        self.deferred = self.deferred or error
+
+    def raise_deferred(self) -> None:
+        error, self.deferred = self.deferred, None
+        if error is not None:
+            raise error
 
     def _take_temporaries(self, entry: Entry) -> None:
         records = []
@@ -353,8 +393,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stream = self.schedule.current.stream_id if self.schedule.tracking else 0
         handle = (self._task != -1, stream)
         if handle not in self._workspaces:
-            self._workspaces.add(handle)
             record = self._allocate(DEVICE, self.card.workspace_bytes, "cublas workspace")
+            self._workspaces.add(handle)
             record.category, record.module = "workspaces", ""
 
     def _bury(self) -> None:
@@ -391,18 +431,24 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 still.append((record, waits_for))
         self._pending = still
 
+    def _retire_all(self) -> None:
+        pending, self._pending = self._pending, []
+        for record, _ in pending:
+            assert record.block is not None and self.ledger.allocator is not None
+            self.ledger.allocator.retire(record.block)
+
     def resized(self, storage: Any) -> None:
-        """`storage` may have another size than when it was counted."""
+        """`storage` may have another size than when it was counted.
+
+        The new block is there before the old one goes: native/cuda/Resize.cpp, `resize_bytes_cuda`.
+        """
         self.settle()
         record = self.ledger.find(storage)
         size_bytes = storage.nbytes()
-        if record is None:
+        if record is None or size_bytes == record.asked_bytes:
             return
-        old_ref = record.ref
-        self.ledger.free(record)
-        if old_ref is not None:
-            old_ref.record = record  # a death notice under way finds a record that is closed
         new = self._allocate(record.space, size_bytes, record.op)
+        self.ledger.free(record)
         new.category, new.module = record.category, record.module
         self.ledger.watch(new, storage)
 
@@ -426,6 +472,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(t) is not FakeTensor or t.constant is not None:
             return aten._local_scalar_dense.default(t)
         self.settle()
+        self._count_read(t)
         if t.fake_device.type == self.device_type:
             merge(self.schedule.host, self.schedule.current.clock)
         elif self.schedule.tracking:
@@ -433,6 +480,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if t.dtype.is_complex:
             return 0j
         return 0.0 if t.dtype.is_floating_point else False if t.dtype == torch.bool else 0
+
+    def _count_read(self, t: Any) -> None:
+        """A program that reads on and on loops on a value that never comes; a bool decides more."""
+        self._values_read += 10 if t.dtype == torch.bool else 1
+        if self._values_read > VALUES_PER_STEP:
+            raise UnsupportedOperator(
+                f"too many values were read{self._where()} (`.item()`) with no backward or optimizer "
+                "step in between: every one is 0, and a loop that waits for another never ends"
+            )
 
     def _equal(self, a: Any, b: Any) -> bool:
         return False
@@ -471,10 +527,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writer, tick = record.write_stream, record.write_tick
         if tick and not self.schedule.happened(reader, writer, tick):
             who = "the host" if reader == HOST else f"stream {reader}"
-            raise RaceError(
-                f"{operator}{self._where()}: {who} reads a {record.space} tensor of shape "
-                f"{list(t.shape)} that stream {writer} writes, and has not waited for it: "
-                "wait_stream, wait_event or synchronize first"
+            self._fail(
+                RaceError(
+                    f"{operator}{self._where()}: {who} reads a {record.space} tensor of shape "
+                    f"{list(t.shape)} that stream {writer} writes, and has not waited for it: "
+                    "wait_stream, wait_event or synchronize first"
+                )
             )
 
     def _order(self, entry: Entry, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -504,13 +562,19 @@ def _parts_of(t: torch.Tensor) -> list[str]:
 
 def _written(func: Any, args: Any, kwargs: Any, out: Any) -> list[torch.Tensor]:
     written = flat_tensors(out if isinstance(out, list | tuple) else (out,))
-    if func._schema.is_mutable:
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
+    return written + _targets(func, args, kwargs)
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that `func` writes to, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    targets: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += flat_tensors((value,))
-    return written
+            targets += flat_tensors((value,))
+    return targets
 
 
 def _is_async(func: Any, args: Any, kwargs: Any, is_pinned: Any, out: Any) -> bool:

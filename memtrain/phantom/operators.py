@@ -92,10 +92,14 @@ def choose_kernel(
 
     Where cuDNN's kernel comes first (Hopper, recent cuDNN) flash stands for it: same tensors.
     """
+    if not _rows_are_dense(q, k, v, mask):
+        return "math"
+    flash_allowed = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    cudnn_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     shapes_ok = q.dim() == k.dim() == v.dim() == 4 and 0 not in (*q.shape, *k.shape)
     same_heads = shapes_ok and q.shape[1] == k.shape[1] == v.shape[1]
     if (
-        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        (flash_allowed or (cudnn_allowed and capability >= 9.0))
         and shapes_ok
         and mask is None
         and q.dtype in HALF
@@ -113,6 +117,11 @@ def choose_kernel(
     ):
         return "efficient"
     return "math"
+
+
+def _rows_are_dense(*tensors: torch.Tensor | None) -> bool:
+    """The fused kernels' `check_last_dim_stride_equals_1_dense` (sdp_utils_cpp.h)."""
+    return all(t is None or t.shape[-1] == 1 or t.stride(-1) == 1 for t in tensors)
 
 
 def _flash_head_dim_ok(
@@ -163,11 +172,15 @@ def _efficient(
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask whose rows are no multiple of 8 is copied with longer rows (`pad_bias<16>`)."""
+    """A mask whose rows do not start at multiples of 8 is copied with longer rows.
+
+    Source: native/transformers/attention.cpp, `preprocess_mask` (`aligned_tensor<8>` looks at
+    the strides, `pad_bias<8>` always adds 1 to 8 columns).
+    """
     keys = mask.shape[-1]
-    if keys % 8 == 0 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
-    return F.pad(mask, (0, 16 - keys % 16))[..., :keys]
+    return F.pad(mask, (0, 8 - keys % 8))[..., :keys]
 
 
 class _RMSNorm(torch.autograd.Function):

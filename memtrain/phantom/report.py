@@ -11,7 +11,10 @@ from memtrain.phantom.ledger import (
     DEVICE,
     FORWARD,
     OPTIMIZER,
+    OTHER,
+    PAGEABLE,
     PHASES,
+    PINNED,
     Ledger,
     Record,
 )
@@ -29,6 +32,7 @@ CATEGORIES = (
     "other",
 )
 TIMELINE_POINTS = 1000
+HOST = "host"  # pageable and pinned together, where a space is asked for
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class OpUse:
     phase: str
     dtype: str
     kind: str
-    """`matmul`, `attention`, `h2d`, `d2h` or `other`."""
+    """`matmul`, `attention`, `convolution`, `h2d`, `d2h` or `other`."""
     on_device: bool
     calls: int
     flops: int
@@ -94,10 +98,13 @@ class Report:
     host_pageable_peak_bytes: int
     host_pinned_peak_bytes: int
     host_end_bytes: int
+    host_peak_phase: str
+    host_categories: dict[str, int]
+    """Bytes by category when pageable and pinned memory together were largest."""
     h2d_bytes: int
     d2h_bytes: int
     flops: dict[str, int]
-    """By kind: matmul, attention."""
+    """By kind: matmul, attention, convolution."""
     ops: list[OpUse]
 
 
@@ -141,10 +148,11 @@ def walk(ledger: Ledger, space: str = DEVICE) -> Iterator[tuple[int, str, int, d
 def _events(ledger: Ledger, space: str) -> Iterator[tuple[int, str, Record, int]]:
     span = 0
     spans = ledger.spans
+    spaces = (PAGEABLE, PINNED) if space == HOST else (space,)
     for event, (record, change) in enumerate(ledger.events):
         while span + 1 < len(spans) and spans[span + 1].event <= event:
             span += 1
-        if record.space == space:
+        if record.space in spaces:
             yield event, spans[span].phase, record, change
 
 
@@ -207,11 +215,11 @@ def _filled(held: dict[str, int]) -> dict[str, int]:
     return {category: size for category, size in held.items() if size}
 
 
-def host_peaks(ledger: Ledger) -> tuple[int, int]:
-    """Largest and last sum of pageable and pinned host bytes."""
-    total = peak = 0
-    for record, change in ledger.events:
-        if record.space != DEVICE:
-            total += change
-            peak = max(peak, total)
-    return peak, total
+def host_peak(ledger: Ledger) -> tuple[int, str, dict[str, int], int]:
+    """Largest sum of pageable and pinned host bytes, its phase and categories, and the last sum."""
+    peak_bytes = total = 0
+    peak_phase, categories = OTHER, {}
+    for _, phase, total, held in walk(ledger, HOST):
+        if total > peak_bytes:
+            peak_bytes, peak_phase, categories = total, phase, _filled(held)
+    return peak_bytes, peak_phase, categories, total

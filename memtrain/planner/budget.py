@@ -40,7 +40,7 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
     """The fastest choice found that stays within `checkpointing.budget_gib`. Raises UserError if none does.
 
     Every uniform choice is planned; between them bytes and seconds per block are taken as linear, the best mixture is
-    found by trying all counts, and then planned itself; what it takes too much is asked for again.
+    found by trying all counts, and then planned itself; what it takes too much is asked for again, then halved.
     """
     limit_bytes = budget_bytes(config, card)
     n_layers = dimensions.n_layers
@@ -48,7 +48,7 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
         policy: outcome(config, dimensions, card, (policy,) * n_layers) for policy in CHEAPEST_FIRST
     }
     fitting = [found for found in uniform.values() if found.peak_bytes <= limit_bytes]
-    wanted_bytes = limit_bytes
+    wanted_bytes, too_much_bytes, enough_bytes = limit_bytes, limit_bytes, 0
     for _ in range(N_TRIES):
         mixture = best_mixture(uniform, wanted_bytes, n_layers)
         if mixture is None:
@@ -56,8 +56,15 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
         found = outcome(config, dimensions, card, mixture)
         if found.peak_bytes <= limit_bytes:
             fitting.append(found)
+            enough_bytes = wanted_bytes
+        else:
+            too_much_bytes = wanted_bytes
+        if enough_bytes == limit_bytes:
             break
-        wanted_bytes -= found.peak_bytes - limit_bytes
+        if enough_bytes:
+            wanted_bytes = (enough_bytes + too_much_bytes) // 2
+        else:
+            wanted_bytes -= found.peak_bytes - limit_bytes
     if not fitting:
         smallest = min(uniform.values(), key=lambda found: found.peak_bytes)
         raise UserError(

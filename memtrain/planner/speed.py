@@ -26,7 +26,7 @@ class Speed:
 def estimate_speed(report: Report, card: Card, tf32: bool) -> Speed:
     """The last step's operators one after the other; in forward and backward, transfers beside them."""
     parts = {"matrix products": 0.0, "memory": 0.0, "host link": 0.0, "host": 0.0}
-    for phase in {op.phase for op in report.ops}:
+    for phase in sorted({op.phase for op in report.ops}):
         ops = [op for op in report.ops if op.phase == phase]
         ways = link_seconds(ops, card)
         computing_s = 0.0

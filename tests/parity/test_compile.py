@@ -170,7 +170,10 @@ def test_without_a_compiler_it_is_refused(small, bench, monkeypatch, tmp_path):
         bench.step(small("compile=blocks"))
 
 
-def test_a_plan_says_that_it_is_of_the_run_as_written(small):
+def test_a_plan_says_that_it_is_of_the_run_as_written(tiny):
+    def small(*overrides):
+        return tiny("model.n_layers=2", *overrides)
+
     for task in ("task=plan", "task=train"):
         (line,) = no_effect_warnings(small(task, "compile=blocks"))
         assert line.startswith("compile=blocks is planned as eager")

@@ -30,7 +30,7 @@ def test_recompute_and_offload_leave_gradients_bit_equal(
     window = bench.window(bench.samples(), micro_batch)
     base = [f"precision={precision}", f"model.dropout={dropout}", "offload.min_tensor_bytes=0"]
     plain = bench.gradients(bench.step(tiny(*base)), window)
-    for recompute, offload in itertools.product(RECOMPUTE, OFFLOAD):
+    for recompute, offload in itertools.product(RECOMPUTE, ("none", "activations")):
         step = bench.step(tiny(*base, recompute, f"offload={offload}"))
         assert_equal(bench.gradients(step, window), plain)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from memtrain.phantom import CachingAllocator, OutOfMemoryError
+from memtrain.phantom import CachingAllocator, OutOfMemoryError, PhantomGPU
 from memtrain.units import KIB, MIB
 
 
@@ -134,3 +135,66 @@ def test_without_enforcement_it_counts_on() -> None:
     allocator = CachingAllocator(capacity_bytes=4 * MIB, enforce=False)
     allocator.malloc(10 * MIB)
     assert allocator.reserved_bytes == 10 * MIB
+
+
+def test_blocks_kept_for_a_stream_are_waited_for_before_giving_up() -> None:
+    with PhantomGPU(capacity_bytes=100 * MIB) as gpu:
+        module = torch.get_device_module("phantom")
+        side = module.Stream()
+        x = torch.empty(60 * MIB, dtype=torch.uint8, device=gpu.device)
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            x.add_(1)
+        x.record_stream(side)
+        del x
+        assert module.memory_stats()["active_bytes.all.current"] == 60 * MIB
+        y = torch.empty(60 * MIB, dtype=torch.uint8, device=gpu.device)
+        stats = module.memory_stats()
+        assert (stats["num_alloc_retries"], stats["num_ooms"]) == (1, 0)
+        assert stats["active_bytes.all.current"] == 60 * MIB
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            y.add_(1)
+        y.record_stream(side)
+        del y
+        module.empty_cache()
+        assert module.memory_reserved() == 0
+        side.synchronize()
+        assert module.memory_stats()["active_bytes.all.current"] == 0
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_retries_and_failures_are_counted(expandable: bool) -> None:
+    allocator = CachingAllocator(100 * MIB, expandable_segments=expandable)
+    allocator.free(allocator.malloc(60 * MIB))
+    allocator.malloc(80 * MIB)
+    with pytest.raises(OutOfMemoryError):
+        allocator.malloc(80 * MIB)
+    assert allocator.ooms == 1
+    assert allocator.alloc_retries == (1 if expandable else 2)
+
+
+def test_a_storage_that_grows_is_there_twice_for_a_moment() -> None:
+    with PhantomGPU() as gpu:
+        memory = torch.get_device_module("phantom")
+        x = torch.empty(16 * MIB, dtype=torch.uint8, device=gpu.device)
+        x.resize_(32 * MIB)
+        assert memory.max_memory_allocated() == 48 * MIB
+        assert memory.memory_allocated() == 32 * MIB
+        x.resize_(16 * MIB)  # a smaller tensor on the same storage
+        y = torch.empty(0, dtype=torch.uint8, device=gpu.device).set_(x)
+        assert memory.max_memory_allocated() == 48 * MIB
+        x.untyped_storage().resize_(0)
+        assert memory.memory_allocated() == 0
+        assert y.numel() == 16 * MIB
+
+
+def test_a_workspace_that_did_not_fit_is_taken_later() -> None:
+    with PhantomGPU(capacity_bytes=30 * MIB) as gpu:
+        a = torch.empty(512, 512, device=gpu.device)
+        big = torch.empty(26 * MIB, dtype=torch.uint8, device=gpu.device)
+        with pytest.raises(torch.OutOfMemoryError):
+            a @ a
+        del big
+        a @ a
+    assert gpu.report().end_allocated_bytes >= gpu.meter.card.workspace_bytes

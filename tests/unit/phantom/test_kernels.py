@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from memtrain.phantom import PhantomGPU, kernels
 
@@ -215,3 +217,62 @@ def test_half_precision_softmax_makes_no_fp32_copy_of_its_input() -> None:
         assert memory.max_memory_allocated() - before == 64 * MIB
         y.sum().backward()
         assert x.grad.dtype == torch.float16
+
+
+def test_convolutions_are_counted_as_torch_counts_them() -> None:
+    def run(device: Any) -> None:
+        nets = (nn.Conv2d(3, 8, 3, padding=1), nn.ConvTranspose2d(8, 4, 2, stride=2))
+        x = torch.empty(2, 3, 8, 8, device=device, requires_grad=True)
+        for net in nets:
+            x = net.to(device)(x)
+        x.sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        run("cpu")
+    with PhantomGPU() as gpu:
+        run(gpu.device)
+    assert gpu.report().flops == {"convolution": counter.get_total_flops()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_grouped_products_of_every_type(dtype: torch.dtype) -> None:
+    with PhantomGPU() as gpu:
+        x = torch.empty(8, 16, device=gpu.device, dtype=dtype, requires_grad=True)  # (T, K)
+        w = torch.empty(2, 16, 32, device=gpu.device, dtype=dtype, requires_grad=True)  # (G, K, N)
+        ends = torch.tensor([4, 8], dtype=torch.int32, device=gpu.device)
+        out = torch._grouped_mm(x, w, offs=ends)
+        assert (out.shape, out.dtype) == ((8, 32), dtype)
+        out.sum().backward()
+        assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
+    assert gpu.report().flops == {"matmul": 3 * 2 * 8 * 16 * 32}
+
+
+def test_columns_of_a_head_must_lie_together_for_the_fused_kernels() -> None:
+    with PhantomGPU() as gpu:
+        q = heads(gpu, length=64).transpose(-1, -2)
+        F.scaled_dot_product_attention(q, q, q)
+    assert "bmm" in op_names(gpu)
+    assert not any("scaled_dot_product" in name for name in op_names(gpu))
+
+
+def test_cudnn_alone_is_as_good_as_flash_on_hopper() -> None:
+    for card, kernel in (("h100", True), ("a100_80gb", False)):
+        with PhantomGPU(card) as gpu, sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            q = heads(gpu)
+            F.scaled_dot_product_attention(q, q, q)
+        assert ("_scaled_dot_product_flash_attention" in op_names(gpu)) == kernel
+
+
+def test_a_mask_is_copied_to_rows_of_a_multiple_of_8() -> None:
+    def padded_bytes(shape: tuple[int, ...], keys: int) -> list[int]:
+        with PhantomGPU() as gpu:
+            q, k = heads(gpu, length=64), heads(gpu, length=keys)
+            mask = torch.zeros(shape, device=gpu.device, dtype=BF16)[..., :keys]
+            F.scaled_dot_product_attention(q, k, k, mask)
+        events = gpu.meter.ledger.events
+        return [r.asked_bytes for r, change in events if "pad" in r.op and change > 0]
+
+    assert padded_bytes((64, 96), 96) == []
+    assert padded_bytes((64, 96), 93) == []  # rows start at multiples of 8 all the same
+    assert padded_bytes((64, 100), 100) == [64 * 104 * 2]
+    assert padded_bytes((64, 100), 96) == [64 * 104 * 2]

@@ -115,8 +115,23 @@ def test_a_peak_has_its_phase() -> None:
     assert len(few.step_peak_bytes) == 3
 
 
+def test_a_loss_outside_modules_belongs_to_forward() -> None:
+    with PhantomGPU() as gpu:
+        model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)).to(gpu.device)
+        t = torch.zeros(64, 128, dtype=torch.long, device=gpu.device)
+        for _ in range(3):
+            F.cross_entropy(model(t).view(-1, 1000), t.view(-1)).backward()
+    phases = gpu.report().phases
+    logits_bytes = 64 * 128 * 1000 * 4
+    assert phases["forward"].allocated_bytes > 2 * logits_bytes
+    assert phases["other"].allocated_bytes < logits_bytes
+
+
 def test_offloaded_activations_are_pinned_host_memory() -> None:
     report = train(STEPS["offload"]).report()
+    assert report.host_peak_phase in ("forward", "backward")
+    assert sum(report.host_categories.values()) == report.host_peak_bytes
+    assert report.host_categories["activations"] > MIB
     assert report.host_pinned_peak_bytes > MIB
     assert report.d2h_bytes == report.h2d_bytes > MIB
     assert "activations" not in report.categories or (
@@ -272,7 +287,7 @@ def test_the_card_may_be_too_small() -> None:
     with pytest.raises(OutOfMemoryError) as caught, PhantomGPU(capacity_bytes=100 * MIB) as gpu:
         step.run(LM(**GPT).to(gpu.device), gpu.device)
     error = caught.value
-    assert isinstance(error, RuntimeError)
+    assert isinstance(error, torch.OutOfMemoryError)
     assert error.capacity_bytes == 100 * MIB
     assert sum(error.by_category.values()) == error.allocated_bytes
     assert error.by_category["weights"] > 0
@@ -581,3 +596,17 @@ def test_an_in_place_kernel_without_shape_function_needs_none() -> None:
             model(torch.empty(8, 64, device=gpu.device)).sum().backward()
             optimizer.step()
     assert gpu.report().categories["optimizer_state"] == 64 * 64 * 4 + 512
+
+
+def test_out_of_memory_inside_backward_is_raised_after_it() -> None:
+    """torch's engine would end the process: the run goes on to the end of backward, then says so."""
+    with PhantomGPU(capacity_bytes=64 * 2**20) as gpu:
+        x = torch.zeros(4 * 2**20, device=gpu.device, requires_grad=True)
+        y = x.sin().sin()
+        with pytest.raises(OutOfMemoryError, match="Tried to allocate"):
+            y.sum().backward()
+        del y
+        x.grad = None
+        x[:1024].sin().sum().backward()  # and the capacity holds again
+        with pytest.raises(OutOfMemoryError):
+            torch.zeros(64 * 2**20, device=gpu.device)

@@ -1,0 +1,79 @@
+"""Models made outside the block and moved in, and the real data they came with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.errors import UserError
+from memtrain.phantom import PhantomGPU
+
+
+def step(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+    model(torch.empty(2, 64, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_made_before_the_block_steps_on_the_device() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    weight = model.weight
+    with PhantomGPU() as gpu:
+        model.to(gpu.device)
+        assert model.weight is weight
+        step(model, optimizer, gpu.device)
+        assert weight.grad is None
+        assert optimizer.state[weight]["exp_avg"].device == gpu.device
+        memory = torch.get_device_module("phantom").memory_allocated
+        before = memory()
+        step(model, optimizer, gpu.device)
+        assert memory() == before
+    assert gpu.report().phases["optimizer"].categories["optimizer_state"] >= 2 * 64 * 64 * 4
+
+
+def test_hooks_and_attributes_move_with_the_parameter() -> None:
+    model = nn.Linear(64, 64)
+    model.bias.requires_grad_(False)
+    model.weight.name_of_mine = "weight"
+    seen = []
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.device.type))
+    handle = model.weight.register_hook(lambda grad: seen.append("grad"))
+    with PhantomGPU() as gpu:
+        model.to(gpu.device)
+        assert model.weight.name_of_mine == "weight"
+        assert isinstance(model.weight, nn.Parameter)
+        assert not model.bias.requires_grad
+        model(torch.empty(2, 64, device=gpu.device)).sum().backward()
+        assert seen == ["grad", "phantom"]
+        handle.remove()
+        model(torch.empty(2, 64, device=gpu.device)).sum().backward()
+        assert seen == ["grad", "phantom", "phantom"]
+
+
+def test_tied_parameters_and_gradients_move_once() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    model(torch.ones(1, 64)).sum().backward()
+    with PhantomGPU() as gpu:
+        model.to(gpu.device)
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.grad.device == gpu.device
+        assert torch.get_device_module("phantom").memory_allocated() == 2 * 64 * 64 * 4
+
+
+def test_real_data_is_refused_wherever_an_operator_writes_to_it() -> None:
+    real = torch.ones(3)
+    writers = {
+        "_foreach_add_": lambda x: torch._foreach_add_([x], 1),
+        "add.out": lambda x: torch.add(torch.ones(3), 1, out=x),
+    }
+    with PhantomGPU() as gpu:
+        for name, write in writers.items():
+            with pytest.raises(UserError, match=f"{name}.*holds real data"):
+                write(real)
+        assert torch._foreach_add([real.to(gpu.device)], 1)[0].device == gpu.device
+    assert real.tolist() == [1.0, 1.0, 1.0]

@@ -1,0 +1,78 @@
+"""What the phantom cannot do, it says in one line; what it can, it does without noise."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from memtrain.errors import UserError
+from memtrain.phantom import PhantomGPU, UnsupportedOperator
+
+
+def test_the_device_is_of_use_inside_the_block_only() -> None:
+    gpu = PhantomGPU()
+    with pytest.raises(UserError, match="outside the `with` block") as caught:
+        torch.empty(3, device=gpu.device)
+    assert "\n" not in str(caught.value)
+    with gpu:
+        assert (torch.empty(3, device=gpu.device) + 1).device == gpu.device
+
+
+def test_another_thread_is_told_so() -> None:
+    errors = []
+
+    def work() -> None:
+        try:
+            torch.empty(3, device=gpu.device)
+        except UserError as error:
+            errors.append(str(error))
+
+    with PhantomGPU() as gpu:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    (message,) = errors
+    assert "another thread" in message and "\n" not in message
+
+
+def test_a_loop_on_a_value_ends() -> None:
+    with PhantomGPU() as gpu:
+        x = torch.zeros((), device=gpu.device)
+        with pytest.raises(UnsupportedOperator, match="never ends"):
+            while not x:
+                pass
+
+
+def test_values_read_once_a_step_are_no_loop() -> None:
+    with PhantomGPU() as gpu:
+        model = nn.Linear(2, 2, device=gpu.device)
+        loss = model(torch.empty(1, 2, device=gpu.device)).sum()
+        for _ in range(2):
+            for _ in range(6000):
+                loss.item()
+            loss.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_loader_with_workers_runs_inside(pinned: bool) -> None:
+    data = TensorDataset(torch.arange(100).view(10, 10))
+    loader = DataLoader(data, batch_size=2, num_workers=2, pin_memory=pinned, timeout=5)
+    with PhantomGPU() as gpu:
+        batches = [batch.to(gpu.device) for (batch,) in loader]
+        assert [batch.shape for batch in batches] == 5 * [(2, 10)]
+    assert gpu.report().h2d_bytes == 800
+    assert (loader.num_workers, loader.timeout) == (2, 5)
+
+
+def test_a_failed_shape_function_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    with PhantomGPU() as gpu, pytest.raises(RuntimeError):
+        torch.mm(torch.empty(2, 3, device=gpu.device), torch.empty(2, 3, device=gpu.device))
+    assert not caplog.records
+    assert logger.level == before
