@@ -66,12 +66,22 @@ class Data:
 def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
     """Tokenize or open what `data` names. Raises UserError for what cannot be read or is too short."""
     data = _open_data(config, base, progress)
+    if data.train is not None:
+        count_samples(data.train, config.seq_len, training_name(config))
     if config.data.val_fraction == 0:
         data.val = None
     if data.val is not None:
         what = f"the validation text (data.val_fraction={config.data.val_fraction:g})"
         count_samples(data.val, config.seq_len, what)
     return data
+
+
+def training_name(config: Config) -> str:
+    return (
+        f"the training text (data.path={config.data.path})"
+        if config.data.path
+        else "the training text"
+    )
 
 
 def _open_data(config: Config, base: Path, progress: ProgressFor) -> Data:
@@ -187,7 +197,7 @@ def build_loader(config: Config, data: Data, device: torch.device) -> Loader | R
         shuffle=config.data.shuffle,
         pin=device.type == "cuda",
         prefetch=config.data.prefetch,
-        name="the training text (data.path)" if config.data.path else "the training text",
+        name=training_name(config),
     )
 
 

@@ -165,6 +165,9 @@ def test_two_runs_of_the_same_second_have_a_folder_each(start: Start, tmp_path: 
     """With the folder pattern of the config. They also have the same seed, so the same losses."""
     config = yaml.safe_load((ROOT / "conf/config.yaml").read_text(encoding="utf-8"))
     pattern = config["hydra"]["run"]["dir"].replace("${project_root:}", str(tmp_path))
+    pattern = pattern.replace(
+        "${folder_name:${name}}", "twin"
+    )  # not to be written on a command line
     both = [start("debug=tiny", "name=twin", folder=Path(pattern)) for _ in range(2)]
     finished = [one.finish() for one in both]
     assert [one.returncode for one in finished] == [0, 0], finished[0].stderr
