@@ -40,7 +40,7 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
     """The fastest choice found that stays within `checkpointing.budget_gib`. Raises UserError if none does.
 
     Every uniform choice is planned; between them bytes and seconds per block are taken as linear, the best mixture is
-    found by trying all counts, and then planned itself; what it takes too much is asked for again, then halved.
+    found by trying all counts, and then planned itself; what it takes too much or too little is asked for again.
     """
     limit_bytes = budget_bytes(config, card)
     n_layers = dimensions.n_layers
@@ -48,23 +48,22 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
         policy: outcome(config, dimensions, card, (policy,) * n_layers) for policy in CHEAPEST_FIRST
     }
     fitting = [found for found in uniform.values() if found.peak_bytes <= limit_bytes]
-    wanted_bytes, too_much_bytes, enough_bytes = limit_bytes, limit_bytes, 0
+    wanted_bytes, fits_at, too_much_at = limit_bytes, 0, 0
+    seen = {found.per_block for found in uniform.values()}
     for _ in range(N_TRIES):
         mixture = best_mixture(uniform, wanted_bytes, n_layers)
-        if mixture is None:
+        if mixture is None or mixture in seen:
             break
+        seen.add(mixture)
         found = outcome(config, dimensions, card, mixture)
         if found.peak_bytes <= limit_bytes:
             fitting.append(found)
-            enough_bytes = wanted_bytes
+            fits_at = wanted_bytes
         else:
-            too_much_bytes = wanted_bytes
-        if enough_bytes == limit_bytes:
-            break
-        if enough_bytes:
-            wanted_bytes = (enough_bytes + too_much_bytes) // 2
-        else:
-            wanted_bytes -= found.peak_bytes - limit_bytes
+            too_much_at = wanted_bytes
+        wanted_bytes += limit_bytes - found.peak_bytes
+        if fits_at and too_much_at:
+            wanted_bytes = (fits_at + too_much_at) // 2
     if not fitting:
         smallest = min(uniform.values(), key=lambda found: found.peak_bytes)
         raise UserError(
