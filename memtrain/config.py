@@ -521,6 +521,19 @@ def _policies_do_not_collide(config: Config) -> None:
         raise UserError("checkpointing=budget: plans a training run; drop it for task=numerics")
 
 
+def _mlp_chunks_are_pieces(config: Config) -> None:
+    chunks = config.model.mlp_chunks
+    if chunks > config.seq_len:
+        raise UserError(
+            f"model.mlp_chunks={chunks}: more pieces than seq_len={config.seq_len} tokens"
+        )
+    if chunks > 1 and config.checkpointing.policy == "selective":
+        raise UserError(
+            f"model.mlp_chunks={chunks}: with checkpointing=selective products would be kept and computed again; "
+            "use one of the two"
+        )
+
+
 def _hf_is_planned(config: Config) -> None:
     if config.model.config is None:
         return
@@ -588,6 +601,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _sqrt_sets_segments,
     _random_has_no_text,
     _hf_is_planned,
+    _mlp_chunks_are_pieces,
     _compiles_with,
     _blocks_are_named,
     _policies_do_not_collide,
@@ -627,7 +641,11 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("offload.blocks", "offload=activations", lambda c: c.offload.mode == "activations"),
     ("loss.chunk_mib", "loss=chunked", lambda c: c.loss.name == "chunked"),
     ("checkpointing.keep", "checkpointing=selective", lambda c: _selects(c)),
-    ("checkpointing.matmul_fraction", "checkpointing=selective", lambda c: _selects(c)),
+    (
+        "checkpointing.matmul_fraction",
+        "checkpointing=selective that keeps matmul",
+        lambda c: _selects(c) and "matmul" in c.checkpointing.keep,
+    ),
     (
         "checkpointing.per_block",
         "checkpointing=per_block",
@@ -649,14 +667,17 @@ def _has_text(config: Config) -> bool:
 
 
 def _selects(config: Config) -> bool:
-    return config.checkpointing.policy in ("selective", "per_block", "budget")
+    return config.checkpointing.policy in ("selective", "budget") or _has_block(config, "selective")
 
 
 def _offloads_activations(config: Config) -> bool:
-    return config.offload.mode == "activations" or config.checkpointing.policy in (
-        "per_block",
-        "budget",
-    )
+    by_block = config.checkpointing.policy == "budget" or _has_block(config, "offload")
+    return config.offload.mode == "activations" or by_block
+
+
+def _has_block(config: Config, policy: BlockPolicy) -> bool:
+    wanted = config.checkpointing
+    return wanted.policy == "per_block" and policy in wanted.per_block
 
 
 def _recomputes_named_blocks(config: Config) -> bool:
@@ -675,6 +696,8 @@ def no_effect_warnings(config: Config) -> list[str]:
             found.append(f"{key}={shown} has no effect without {needed}")
     if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
         found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
+    if config.offload.mode == "activations" and config.offload.activations_fraction == 0:
+        found.append("offload=activations moves nothing with offload.activations_fraction=0")
     if config.checkpoint_every > config.model.n_layers:
         found.append(
             f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"

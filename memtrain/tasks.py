@@ -206,13 +206,25 @@ def header(config: Config, model: Transformer, device: torch.device, windows: in
         f"step       {config.accum} x {config.micro_batch} x {config.seq_len} = {format_count(tokens)} tokens · "
         f"{windows} steps an epoch · {config.optimizer.name} lr {config.optimizer.lr:g}",
         f"switches   precision={precision} accum={config.accum} "
-        f"checkpoint_every={config_module.segment_blocks(config)} offload={config.offload.mode}",
+        f"checkpoint_every={config_module.segment_blocks(config)} offload={config.offload.mode}"
+        f"{''.join(f' {text}' for text in further_switches(config))}",
     ]
     if precision in ("bf16", "fp16"):
         lines.append(
             f"           {precision} is what is computed in: weights, gradients and moments stay fp32"
         )
     return lines
+
+
+def further_switches(config: Config) -> list[str]:
+    """Those that are not at their default."""
+    chosen = (
+        ("checkpointing", config.checkpointing.policy, "segments"),
+        ("compile", config.compile, "off"),
+        ("model.mlp_chunks", config.model.mlp_chunks, 1),
+        ("loss", config.loss.name, "chunked"),
+    )
+    return [f"{key}={value}" for key, value, default in chosen if value != default]
 
 
 def peak_flops(config: Config, device: torch.device) -> float:

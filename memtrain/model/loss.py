@@ -17,6 +17,9 @@ from memtrain.units import MIB
 MIN_ROWS = 256
 """Tokens per chunk, at least: fewer would leave the matrix products waiting for the head's weight."""
 
+SUM_BYTES = 512 * MIB
+"""A larger sum over a 16-bit head's gradient is kept in its own type: then each chunk rounds once."""
+
 VOCAB_BLOCK = 8192
 """Vocabulary entries whose head gradient is added at a time, where it has another type than the product."""
 
@@ -100,7 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight = head.to(dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.hidden_grad = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
-        ctx.head_grad = torch.zeros_like(head) if wants_head else None
+        head_grad = torch.zeros_like(head, dtype=sum_dtype(head)) if wants_head else None
         step = chunk_rows(len(hidden), len(head), dtype, chunk_bytes)
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)
@@ -116,9 +119,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             gradient = gradient.to(dtype)
             if wants_hidden:
                 torch.mm(gradient, weight, out=ctx.hidden_grad[part])
-            if wants_head:
-                _add_product(ctx.head_grad, gradient, rows)
+            if head_grad is not None:
+                _add_product(head_grad, gradient, rows)
             del gradient
+        ctx.head_grad = None if head_grad is None else head_grad.to(head.dtype)
         return loss
 
     @staticmethod
@@ -130,6 +134,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if gradient is not None:
                 gradient.mul_(grad)
         return hidden_grad, head_grad, None, None, None, None, None
+
+
+def sum_dtype(head: Tensor) -> torch.dtype:
+    """What the head's gradient is summed in over chunks: fp32, unless that would be what the loss is there to save."""
+    return torch.float32 if 4 * head.numel() <= SUM_BYTES else head.dtype
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:

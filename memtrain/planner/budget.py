@@ -69,7 +69,7 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
         raise UserError(
             f"checkpointing.budget_gib: nothing fits {format_bytes(limit_bytes)}; the least is "
             f"{format_bytes(smallest.peak_bytes)} ({smallest.per_block[0]} in every block); "
-            "lower micro_batch or seq_len, or offload the optimizer"
+            f"{advice(config)}"
         )
     best = min(fitting, key=lambda found: (found.step_seconds, found.peak_bytes))
     keep = uniform["keep"]
@@ -81,6 +81,11 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
         keep.peak_bytes,
         keep.step_seconds,
     )
+
+
+def advice(config: Config) -> str:
+    smaller = "lower micro_batch or seq_len" if config.micro_batch > 1 else "lower seq_len"
+    return smaller if config.offload.mode == "optimizer" else f"{smaller}, or offload=optimizer"
 
 
 def budget_bytes(config: Config, card: Card) -> int:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memtrain.cards import Card
-from memtrain.config import Config, Precision, segment_blocks
+from memtrain.config import RULES, Config, Precision, segment_blocks
+from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
 from memtrain.planner.predict import predict
 from memtrain.planner.speed import estimate_speed
@@ -31,6 +32,8 @@ def suggest(config: Config, dimensions: Dimensions, card: Card, most: int = 3) -
     """The fastest neighbours that fit `card`; none if nothing fits."""
     fitting = []
     for neighbour in neighbours(config):
+        if not is_valid(neighbour.config):
+            continue
         report = predict(neighbour.config, dimensions, card).report
         if not report.fits:
             continue
@@ -48,11 +51,25 @@ def suggest(config: Config, dimensions: Dimensions, card: Card, most: int = 3) -
     return sorted(fitting, key=lambda found: -found.tokens_per_second)[:most]
 
 
+def is_valid(config: Config) -> bool:
+    """Whether the command that is suggested would be accepted."""
+    try:
+        for rule in RULES:
+            rule(config)
+    except UserError:
+        return False
+    return True
+
+
 def neighbours(config: Config) -> Iterator[Neighbour]:
     """One change at a time, then chains of them; each keeps the tokens of a step."""
     start = Neighbour((), config)
+    if config.checkpointing.policy == "per_block":  # a choice for this config alone
+        (start,) = recomputes(config)
+        yield start
     for options in (smaller_batches, recomputes, offloads, precisions):
-        yield from options(config)
+        for option in options(start.config):
+            yield Neighbour((*start.overrides, *option.overrides), option.config)
     yield from chain(start, recomputes, smaller_batches, offloads, precisions)
     yield from chain(start, recomputes, offloads, precisions)
 

@@ -57,7 +57,18 @@ def test_under_autocast_equals_full_to_its_rounding(dtype, scale):
         assert ours <= 1.1 * theirs + 1e-6 * true.norm(), name
 
 
-def test_bf16_weights_equal_full_to_a_rounding_per_chunk():
+def test_bf16_weights_are_summed_in_fp32():
+    """As close to fp64 as the full loss, however many chunks there are."""
+    errors = []
+    exact = run(full_loss, dtype=torch.float64)[2]
+    for loss_function, settings in ((chunked_loss, {"chunk_bytes": 1}), (full_loss, {})):
+        found = run(loss_function, dtype=torch.bfloat16, **settings)[2]
+        errors.append((found.double() - exact).norm() / exact.norm())
+    assert errors[0] <= 1.2 * errors[1]
+
+
+def test_a_large_bf16_head_is_rounded_once_per_chunk(monkeypatch):
+    monkeypatch.setattr("memtrain.model.loss.SUM_BYTES", 0)
     exact = run(full_loss, dtype=torch.float64)
     for chunked, true in zip(
         run(chunked_loss, dtype=torch.bfloat16, chunk_bytes=1), exact, strict=True

@@ -164,3 +164,24 @@ def test_a_switch_without_effect_warns(overrides: str, warning: str, config: Com
 
 def test_the_defaults_warn_of_nothing(config: Compose) -> None:
     assert no_effect_warnings(config()) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ["model.mlp_chunks=200 seq_len=128", "model.mlp_chunks=2 checkpointing=selective"],
+)
+def test_mlp_chunks_that_cannot_help_are_refused(overrides: str, config: Compose) -> None:
+    with pytest.raises(UserError, match=r"^model.mlp_chunks="):
+        config(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "checkpointing=selective checkpointing.keep=[attention] checkpointing.matmul_fraction=0.5",
+        "offload=activations offload.activations_fraction=0",
+        "checkpointing=per_block checkpointing.per_block=[keep,keep,keep,keep] offload.min_tensor_bytes=0",
+    ],
+)
+def test_a_saving_that_saves_nothing_warns(overrides: str, config: Compose) -> None:
+    assert no_effect_warnings(config(*overrides.split()))

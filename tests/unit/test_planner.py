@@ -14,7 +14,7 @@ from memtrain.cards import Card, load_card, match_card
 from memtrain.engine.build import build_dimensions
 from memtrain.errors import EXIT_OUT_OF_MEMORY
 from memtrain.planner.child import PlannerProcess, PlanningFailed
-from memtrain.planner.fit import neighbours, suggest
+from memtrain.planner.fit import is_valid, neighbours, suggest
 from memtrain.planner.predict import make_plan, predict
 from memtrain.planner.speed import estimate_speed
 from memtrain.report import planned
@@ -130,6 +130,17 @@ def test_neighbours_keep_the_tokens_of_a_step(shaped):
     for neighbour in neighbours(wanted):
         assert neighbour.config.micro_batch * neighbour.config.accum == 16
         assert neighbour.overrides
+
+
+def test_what_is_suggested_would_be_accepted(shaped):
+    per_block = "checkpointing.per_block=[keep,keep,keep,keep,keep,keep]"
+    for overrides in (("compile=model",), ("checkpointing=per_block", per_block)):
+        options = [n for n in neighbours(shaped(*overrides)) if is_valid(n.config)]
+        assert options
+        for option in options:
+            typed = planned.merged(overrides, option.overrides)
+            typed = [word for word in typed if "per_block" not in word]
+            assert shaped(*typed).micro_batch == option.config.micro_batch
 
 
 def test_out_of_memory_ends_with_one_screen(shaped, tmp_path, capsys):
