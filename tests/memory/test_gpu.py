@@ -1,0 +1,69 @@
+"""On a CUDA GPU: the same lines as on the CPU, and the prediction against the card's own counters."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from memtrain import tasks
+from memtrain.device import allocator_statistics, reset_peaks
+from memtrain.engine.build import build_dimensions
+from memtrain.planner.child import PlannerProcess
+from memtrain.planner.predict import N_STEPS, make_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+SHAPE = (
+    "data=random",
+    "data.vocab_size=32000",
+    "model=small",
+    "model.n_layers=4",
+    "micro_batch=4",
+    "seq_len=512",
+)
+FORMS = [
+    (),
+    ("precision=bf16",),
+    ("precision=fp16", "accum=2"),
+    ("precision=bf16_true", "offload=optimizer"),
+    ("precision=bf16", "checkpoint_every=1"),
+    ("precision=bf16", "checkpointing=selective"),
+    ("precision=bf16", "offload=activations"),
+]
+
+
+@pytest.mark.parametrize("overrides", FORMS, ids=" ".join)
+def test_predicted_peak_is_measured(config, overrides):
+    wanted, device = config(*SHAPE, *overrides), torch.device("cuda")
+    card = tasks.chosen_card(wanted, device)
+    planner = PlannerProcess()
+    try:
+        planner.ask("plan", tree=asdict(wanted), vocab_size=32000, card=asdict(card))
+        predicted = planner.answer()["peak_allocated_bytes"]
+    finally:
+        planner.close()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    reset_peaks(device)
+    step, window = make_step(wanted, build_dimensions(wanted, 32000), device)
+    for _ in range(N_STEPS):
+        step(window())
+    torch.cuda.synchronize()
+    measured = allocator_statistics(device)["peak_allocated_bytes"] - before
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("overrides", FORMS[4:], ids=" ".join)
+def test_gradients_are_those_of_the_plain_run(config, overrides):
+    device = torch.device("cuda")
+    found = []
+    for form in (("precision=bf16",), overrides):
+        wanted = config(*SHAPE, "deterministic=true", *form)
+        torch.manual_seed(0)
+        step, window = make_step(wanted, build_dimensions(wanted, 32000), device)
+        step.accumulate(window())
+        found.append({name: p.grad for name, p in step.model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
