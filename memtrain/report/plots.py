@@ -32,7 +32,7 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     source = next((row["peak_source"] for row in rows if row["peak_source"]), "not measured")
     if source != "host RSS":  # the marks are sizes on the device
         draw_marks(axes[0], rows, "predicted_bytes", "D", "predicted")
-        draw_marks(axes[0], rows, "device_total_bytes", "|", "capacity")
+        draw_marks(axes[0], rows, "device_total_bytes", "|", "device total")
     axes[0].set_xlabel(f"peak memory ({source}), GiB")
     axes[-1].set_xlabel("tokens per second" if len(keys) > 1 else axes[0].get_xlabel())
     axes[0].set_yticks(range(len(rows)), [row["strategy"] for row in rows], parse_math=False)

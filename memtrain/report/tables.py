@@ -40,7 +40,7 @@ COLUMNS = (
     Column("peak_bytes", "peak memory ({peak})", format_bytes),
     Column("predicted_bytes", "predicted (device)", format_bytes),
     Column("relative_peak", "relative peak", "{:.2f}x".format),
-    Column("device_total_bytes", "capacity", format_bytes),
+    Column("device_total_bytes", "device total", format_bytes),
     Column("step_seconds", "step", format_seconds),
     Column("tokens_per_second", "tokens/s", format_count),
     Column("relative_speed", "relative speed", "{:.2f}x".format),

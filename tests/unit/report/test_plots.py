@@ -44,7 +44,7 @@ def test_sweep_without_speed_has_one_plot():
     fig = plots.sweep_figure(tables.sweep_rows([plan]))
     (memory,) = fig.axes
     assert memory.get_xlabel() == "peak memory (predicted), GiB"
-    assert memory.get_legend_handles_labels()[1] == ["capacity"]
+    assert memory.get_legend_handles_labels()[1] == ["device total"]
 
 
 def test_a_prediction_for_the_device_is_not_drawn_beside_host_memory():

@@ -136,7 +136,7 @@ def test_a_planned_peak_is_labelled_as_predicted():
         for gpu, fits, total_gib in (("rtx4090", False, 24), ("a100", True, 80))
     ]
     assert tables.sweep_markdown(tables.sweep_rows(plans)).splitlines() == [
-        "| strategy | status | GPU | fits | peak memory (predicted) | relative peak | capacity "
+        "| strategy | status | GPU | fits | peak memory (predicted) | relative peak | device total "
         "| step |",
         "| :--- | :--- | :--- | :--- | ---: | ---: | ---: | ---: |",
         "| gpu=rtx4090 | ok | rtx4090 | no | 30.00 GiB | 1.00x | 24.00 GiB | 1.2 s |",
