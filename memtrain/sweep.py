@@ -27,6 +27,8 @@ def run_job(script: Path, settings: Any) -> float:
     folder = Path(settings.runtime.output_dir)
     overrides = list(settings.overrides.task)
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
+    for left_over in ("summary.json", "stderr.log"):  # of an earlier sweep in this folder
+        (folder / left_over).unlink(missing_ok=True)
     command = [sys.executable, str(script), *job_arguments(settings, folder)]
     process = subprocess.Popen(command, cwd=settings.runtime.cwd, stderr=subprocess.PIPE)
     code = wait_for(process, folder / "stderr.log")
@@ -37,6 +39,8 @@ def run_job(script: Path, settings: Any) -> float:
         # What ended the process left no time to say so.
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         summary = {"status": "failed", "error": f"the process ended without a summary ({how})"}
+    if code and summary["status"] == "ok":
+        summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
     summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if code:

@@ -10,11 +10,6 @@ def gib(size_bytes: float) -> float:
     return size_bytes / GIB
 
 
-def mib(size_bytes: float) -> float:
-    """Bytes to MiB."""
-    return size_bytes / MIB
-
-
 def format_bytes(size_bytes: float) -> str:
     """`1536 -> "1.5 KiB"`; three digits that mean something, the unit by size."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

@@ -13,7 +13,7 @@ from memtrain.planner.speed import estimate_speed
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A config near the one that did not fit, and what it is predicted to take."""
+    """A config near the one that did not fit, and the overrides that lead to it."""
 
     overrides: tuple[str, ...]
     config: Config

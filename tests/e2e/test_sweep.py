@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import ROOT, Finished, Run
+from command import ROOT, Finished, Run, Start
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
@@ -92,3 +92,17 @@ def test_all_experiments_run_as_one_sweep(run: Run) -> None:
     assert len(names) == 6
     assert [row["strategy"] for row in rows] == names
     assert {row["status"] for row in rows} == {"ok"}
+
+
+def test_a_reused_sweep_folder_hides_no_failure(start: Start, tmp_path: Path) -> None:
+    """A folder that holds a run is refused by its job; the row says so, whatever the old summary says."""
+    codes = []
+    for _ in range(2):
+        finished = start(
+            "-m", "debug=tiny", "steps=2", "seed=0", folder=tmp_path / "sweep"
+        ).finish()
+        codes.append(finished.returncode)
+    assert codes == [0, 1]
+    (row,) = csv.DictReader((tmp_path / "sweep/sweep.csv").open(encoding="utf-8"))
+    assert row["status"] == "failed"
+    assert "holds a run already" in (tmp_path / "sweep/0/stderr.log").read_text(encoding="utf-8")
