@@ -27,6 +27,12 @@ class Card:
     fp8_tflops: float
     link_gb_s: float
     """Host link, one direction, of the data sheet (PCIe 4.0 x16: 32)."""
+    host_bandwidth_gb_s: float
+    """Estimate: what the memory of a typical host of this card gives an optimizer step, about half of its data sheet.
+
+    Half, because a step streams several tensors both ways from a few cores. The host is not the card's: a machine with
+    fewer memory channels in use is slower.
+    """
     compute_capability: float
     context_mib: int
     """What a CUDA context holds outside the allocator."""

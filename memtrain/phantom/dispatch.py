@@ -23,6 +23,8 @@ NOT_REPLAYED = {
 ABSOLUTE_OFFSET = {aten.as_strided.default, aten.as_strided_.default}
 PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.memory_format)
 COPIES = {aten._to_copy.default, aten.copy_.default}
+FILES = {"file_read": "nvme_read", "file_write": "nvme_write"}
+"""Operators of any library that move their tensors from or to a file, by name, and the kind they are."""
 
 
 class Template:
@@ -146,6 +148,8 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any, device_type: str) -> E
         entry.transfer = _transfer(func, args, out, device_type)
         if entry.transfer is not None:
             entry.kind, entry.moved_bytes = entry.transfer
+    if (kind := FILES.get(func._schema.name.partition("::")[2])) is not None:
+        entry.kind, entry.transfer = kind, (kind, entry.moved_bytes)
     if entry.on_device:
         entry.cublas = func in CUBLAS
         if func in TEMPORARIES:

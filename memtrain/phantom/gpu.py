@@ -381,6 +381,8 @@ def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
         host_categories=host_categories,
         h2d_bytes=moved["h2d"],
         d2h_bytes=moved["d2h"],
+        nvme_read_bytes=moved["nvme_read"],
+        nvme_written_bytes=moved["nvme_write"],
         flops=flops,
         ops=ops,
     )

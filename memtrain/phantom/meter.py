@@ -47,6 +47,7 @@ UNSUPPORTED = (
     NotImplementedError,
 )
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # `torch.tensor(3.0)`: a constant
+WAYS = ("h2d", "d2h", "nvme_read", "nvme_write")
 VALUES_PER_STEP = 10_000
 RESIZERS = {  # operators that change the storage of a tensor that exists
     aten.resize_.default,
@@ -103,7 +104,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.keys_of = None if device_type == "cpu" else torch.device(device_type, 0)
         self.entries: dict[Any, Entry] = {}
         self.rare_entries: dict[Any, Entry] = {}
-        self.moved = {"h2d": 0, "d2h": 0}
+        self.moved = dict.fromkeys(WAYS, 0)
         self.phase_name = ""
         """Set by `PhantomGPU.phase`: overrides what the hooks tell."""
         self.deferred: Exception | None = None
@@ -195,7 +196,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_forward = False
         for entry in (*self.entries.values(), *self.rare_entries.values()):
             entry.calls = [0, 0, 0, 0]
-        self.moved = {"h2d": 0, "d2h": 0}
+        self.moved = dict.fromkeys(WAYS, 0)
 
     # Running one operator
 

@@ -37,6 +37,7 @@ class ModuleWatch:
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         self._grad_hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._grad_paths: dict[int, str] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
 
@@ -86,6 +87,8 @@ class ModuleWatch:
     def _on_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         if parameter is not None:
             self.mark(parameter, "weights", None)
+            # Now: a hook of the program's own that takes the gradient away shall find it marked.
+            self._watch_gradient(parameter)
 
     def _exit(self, module: nn.Module, args: Any, out: Any) -> None:
         while self.stack:
@@ -105,11 +108,12 @@ class ModuleWatch:
             self.mark(parameter, "weights", path)
             if parameter.grad is not None:
                 self.mark(parameter.grad, "gradients", path)
-            self._watch_gradient(parameter, path)
+            self._grad_paths[id(parameter)] = path
+            self._watch_gradient(parameter)
         for name, buffer in module.named_buffers():
             self.mark(buffer, "buffers", name.rpartition(".")[0] or type(module).__name__)
 
-    def _watch_gradient(self, parameter: torch.Tensor, path: str | None) -> None:
+    def _watch_gradient(self, parameter: torch.Tensor) -> None:
         known = self._grad_hooks.get(id(parameter))
         if not parameter.requires_grad or not parameter.is_leaf:
             return
@@ -118,7 +122,7 @@ class ModuleWatch:
 
         def on_gradient(p: torch.Tensor) -> None:
             if p.grad is not None:
-                self.mark(p.grad, "gradients", path)
+                self.mark(p.grad, "gradients", self._grad_paths.get(id(p)))
 
         hook = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         self._grad_hooks[id(parameter)] = (weakref.ref(parameter), hook)

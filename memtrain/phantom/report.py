@@ -43,7 +43,7 @@ class OpUse:
     phase: str
     dtype: str
     kind: str
-    """`matmul`, `attention`, `convolution`, `h2d`, `d2h` or `other`."""
+    """`matmul`, `attention`, `convolution`, `h2d`, `d2h`, `nvme_read`, `nvme_write` or `other`."""
     on_device: bool
     calls: int
     flops: int
@@ -103,6 +103,9 @@ class Report:
     """Bytes by category when pageable and pinned memory together were largest."""
     h2d_bytes: int
     d2h_bytes: int
+    nvme_read_bytes: int
+    """From files and to them, by operators named `file_read` and `file_write`."""
+    nvme_written_bytes: int
     flops: dict[str, int]
     """By kind: matmul, attention, convolution."""
     ops: list[OpUse]

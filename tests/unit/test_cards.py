@@ -38,6 +38,8 @@ def test_memory_and_speed_are_of_the_right_order(name: str) -> None:
     assert 12_000 <= card.memory_mib <= 200_000
     assert 250 <= card.bandwidth_gb_s <= 8_000
     assert 16 <= card.link_gb_s <= 64
+    # Of two to twelve channels, DDR4-2666 (21.3 GB/s) to DDR5-6400 (51.2): half.
+    assert 2 * 21.3 / 2 <= card.host_bandwidth_gb_s <= 12 * 51.2 / 2
     assert 7.0 <= card.compute_capability <= 12.0
     assert 300 <= card.context_mib <= 900
     assert 0.6 <= card.efficiency <= 0.7
