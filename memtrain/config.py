@@ -86,6 +86,9 @@ class ModelConfig:
     """Pieces of the sequence in which norm and MLP of a block run, each again in backward; 1: whole."""
     mlp_chunk_blocks: str | int
     """Which blocks, as in `checkpointing.blocks`."""
+    train_only: str | int | None
+    """What is trained, the rest is frozen: blocks as in `checkpointing.blocks`, or patterns of parameter names as in
+    `blocks.*.mlp.*`, several with commas; null: everything."""
     config: str | None
     """For `model=hf`: a transformers config.json, planned without weights; the keys above are then not used."""
 
@@ -126,7 +129,10 @@ class PrecisionConfig:
     tf32: bool
     """Matrix products of fp32 tensors in TF32 on CUDA cards that have it."""
     master_weights: bool
-    """For bf16_true: an fp32 copy of the weights is what the optimizer updates."""
+    """For bf16_true: an fp32 copy of the weights is what the optimizer updates. false: weights and moments are bf16
+    alone, rounded up or down at random so that small steps count in the mean."""
+    gradients: Literal["fp32", "bf16"] | None
+    """What gradients are kept and added up in; null: what the weights are stored in."""
     loss_scale: PositiveFloat
     """For fp16: the first loss scale."""
     scale_growth_every: Positive
@@ -154,10 +160,33 @@ class CheckpointingConfig:
     """For `budget`: GiB that the run may reserve on the device; fit: what the card has."""
 
 
+OffloadMode = Literal[
+    "none",
+    "activations",
+    "optimizer",
+    "optimizer_nvme",
+    "params",
+    "params_nvme",
+    "all",
+    "all_nvme",
+]
+Home = Literal["device", "host", "nvme"]
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
-    mode: Literal["none", "activations", "optimizer", "optimizer_nvme", "params", "all"]
-    """What lives in host memory instead of on the device."""
+    mode: OffloadMode
+    """What lives in host memory instead of on the device. optimizer: master weights and moments; params: weights and
+    gradients, too; all: with activations. _nvme: masters and moments, for all_nvme weights and gradients too, lie in
+    files under `nvme_dir`."""
+    gradients: bool
+    """For `optimizer` and `optimizer_nvme`: gradients leave after every micro-batch and add up on the host."""
+    optimizer_fraction: Annotated[float, Range(above=0, high=1)]
+    """For `optimizer` and `optimizer_nvme`: share of the parameters whose optimizer is on the host."""
+    nvme_dir: str | None
+    """For the _nvme modes: an existing folder; the run makes one of its own in it and removes it at the end."""
+    nvme_buffer_mib: Annotated[int, Range(low=16)]
+    """For the _nvme modes: host memory for what is read ahead and written behind, in MiB."""
     min_tensor_bytes: NonNegative
     """For `activations`: smaller saved tensors stay on the device."""
     activations_fraction: Share
@@ -168,14 +197,23 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["adamw", "sgd", "adafactor"]
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "muon", "adafactor", "sgd"]
+    """muon: hidden matrices alone, AdamW for embedding, head and vectors. 8 bit: needs the extra `quantized`."""
+    implementation: Literal["fused", "foreach", "for_loop"]
+    """For adamw and sgd. foreach holds one more copy of the weights in a step; for_loop is slow."""
     lr: PositiveFloat
+    """For muon, too, one for all: its updates are scaled to the size of AdamW's."""
     betas: list[Share]
     eps: PositiveFloat
     momentum: Share
-    """For sgd."""
+    """For sgd and muon."""
     weight_decay: NonNegativeFloat
     """On matrices only: never on norms, biases or anything with one dimension."""
+    in_backward: bool
+    """Each parameter steps as soon as its gradient is whole, which is then freed. Needs accum=1."""
+    in_backward_clip: Literal["two_pass", "per_parameter"]
+    """two_pass: gradients are made twice, first for their norm: exact, costs a second forward and backward.
+    per_parameter: made once, each clipped to `clip` by its own norm; what is not finite skips its own parameter."""
     max_skipped: Positive
     """Steps in a row that are not finite before the run stops."""
 
@@ -412,6 +450,26 @@ def _block_range(part: str, n_layers: int, key: str) -> range:
     )
 
 
+def optimizer_home(config: Config) -> Home:
+    """Where master weights and moments are."""
+    mode = config.offload.mode
+    if mode in ("none", "activations"):
+        return "device"
+    return "nvme" if mode.endswith("_nvme") else "host"
+
+
+def weights_home(config: Config) -> Home:
+    """Where the weights are between their uses; gradients add up there, too, unless it is the device."""
+    if config.offload.mode == "all_nvme":
+        return "nvme"
+    return "host" if config.offload.mode in ("params", "params_nvme", "all") else "device"
+
+
+def offloads_activations(config: Config) -> bool:
+    """Whether `offload` moves activations (`checkpointing` may do so by itself)."""
+    return config.offload.mode in ("activations", "all", "all_nvme")
+
+
 def segment_blocks(config: Config) -> int:
     """Blocks per recomputed segment, `sqrt` resolved; 0: nothing is recomputed."""
     if config.checkpointing.policy == "sqrt":
@@ -509,9 +567,9 @@ def _blocks_are_named(config: Config) -> None:
 
 def _policies_do_not_collide(config: Config) -> None:
     policy = config.checkpointing.policy
-    if policy in ("per_block", "budget") and config.offload.mode == "activations":
+    if policy in ("per_block", "budget") and offloads_activations(config):
         raise UserError(
-            f"offload=activations: checkpointing={policy} chooses it per block; drop one of the two"
+            f"offload={config.offload.mode}: checkpointing={policy} chooses it per block; drop one of the two"
         )
     if policy in ("selective", "per_block", "budget") and config.checkpoint_every:
         raise UserError(
@@ -561,9 +619,13 @@ def _compiles_with(config: Config) -> None:
     if policy == "budget":
         raise UserError(f"{key}: checkpointing=budget plans a run as eager; drop one of the two")
     if config.compile == "model" and (
-        config.offload.mode == "activations" or (policy == "per_block" and "offload" in per_block)
+        offloads_activations(config) or (policy == "per_block" and "offload" in per_block)
     ):
         raise UserError(f"{key}: cannot trace the offload of activations; use compile=blocks")
+    if weights_home(config) != "device":
+        raise UserError(
+            f"{key}: cannot trace weights that come and go; drop it, or use offload=optimizer"
+        )
     if config.compile == "blocks" and (
         policy == "selective" or (policy == "per_block" and "selective" in per_block)
     ):
@@ -572,18 +634,73 @@ def _compiles_with(config: Config) -> None:
         )
 
 
+ELEMENTWISE = ("adamw", "lion", "sgd")
+"""Optimizers whose state is fp32, entry by entry: any part of a parameter can be stepped by itself."""
+
+
+def _offload_is_complete(config: Config) -> None:
+    offload = config.offload
+    key = f"offload={offload.mode}"
+    if offload.mode.endswith("_nvme") and not offload.nvme_dir:
+        raise UserError(f"{key}: needs a folder for its files, as in offload.nvme_dir=/mnt/nvme")
+    if optimizer_home(config) == "device":
+        return
+    if optimizer_home(config) == "nvme" and config.optimizer.name not in ELEMENTWISE:
+        raise UserError(
+            f"{key}: files are stepped in pieces, optimizer={config.optimizer.name} is not made for that; "
+            f"use {', '.join(ELEMENTWISE)}"
+        )
+    if config.model.config and weights_home(config) != "device":
+        raise UserError(f"{key}: model=hf keeps its weights on the device; use offload=optimizer")
+    if config.task == "numerics":
+        raise UserError(f"{key}: task=numerics looks at gradients on the device; drop it")
+
+
+def _masters_are_optional_here(config: Config) -> None:
+    if config.precision.master_weights:
+        return
+    key = "precision.master_weights=false"
+    if config.precision.name != "bf16_true":
+        raise UserError(
+            f"{key}: precision={config.precision.name} has no second copy of the weights; "
+            "use precision=bf16_true"
+        )
+    if optimizer_home(config) != "device":
+        raise UserError(
+            f"{key}: offload={config.offload.mode} keeps fp32 masters on the host; drop one of the two"
+        )
+
+
+def _steps_in_backward(config: Config) -> None:
+    if not config.optimizer.in_backward:
+        return
+    key = "optimizer.in_backward=true"
+    if optimizer_home(config) != "device":
+        raise UserError(
+            f"{key}: offload={config.offload.mode} already lets gradients go in backward; drop one of the two"
+        )
+    if config.accum > 1:
+        raise UserError(
+            f"{key}: accum={config.accum} adds gradients up before the step; use accum=1, or "
+            "offload=optimizer offload.gradients=true, which adds them up on the host"
+        )
+    if config.precision.name == "fp16" and config.optimizer.in_backward_clip == "per_parameter":
+        raise UserError(
+            f"{key}: precision=fp16 has to know that no gradient overflowed; "
+            "use optimizer.in_backward_clip=two_pass"
+        )
+    if config.task == "numerics":
+        raise UserError(f"{key}: task=numerics looks at gradients; drop it")
+
+
 def _not_built_yet(config: Config) -> None:
-    for key, value, refused in (
-        ("precision", config.precision.name, ("fp8",)),
-        ("offload", config.offload.mode, ("optimizer_nvme", "params", "all")),
-    ):
+    for key, value, refused in (("precision", config.precision.name, ("fp8",)),):
         if value in refused:
             raise UserError(f"{key}={value}: not available in this version")
     defaults: tuple[tuple[str, object, object], ...] = (
         ("save_every", config.save_every, 0),
         ("keep", config.keep, 1),
         ("resume", config.resume, None),
-        ("precision.master_weights", config.precision.master_weights, True),
     )
     for key, given, default in defaults:
         if given != default:
@@ -605,6 +722,9 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _compiles_with,
     _blocks_are_named,
     _policies_do_not_collide,
+    _offload_is_complete,
+    _masters_are_optional_here,
+    _steps_in_backward,
 )
 
 
@@ -617,9 +737,26 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.precision.name == "fp16" or c.task == "numerics",
     ),
     ("precision.scale_growth_every", "precision=fp16", lambda c: c.precision.name == "fp16"),
-    ("optimizer.momentum", "optimizer=sgd", lambda c: c.optimizer.name == "sgd"),
-    ("optimizer.betas", "optimizer=adamw", lambda c: c.optimizer.name == "adamw"),
-    ("optimizer.eps", "optimizer=adamw", lambda c: c.optimizer.name == "adamw"),
+    (
+        "optimizer.implementation",
+        "optimizer=adamw or sgd",
+        lambda c: c.optimizer.name in ("adamw", "sgd"),
+    ),
+    (
+        "optimizer.momentum",
+        "optimizer=sgd or muon",
+        lambda c: c.optimizer.name in ("sgd", "muon"),
+    ),
+    (
+        "optimizer.betas",
+        "an optimizer with two of them",
+        lambda c: c.optimizer.name not in ("sgd", "adafactor"),
+    ),
+    (
+        "optimizer.eps",
+        "optimizer=adamw, adamw_8bit or muon",
+        lambda c: c.optimizer.name in ("adamw", "adamw_8bit", "paged_adamw_8bit", "muon"),
+    ),
     ("schedule.min_ratio", "a schedule that falls", lambda c: c.schedule.name != "constant"),
     ("model.rope_theta", "model.positions=rope", lambda c: c.model.positions == "rope"),
     ("model.mlp_chunk_blocks", "model.mlp_chunks above 1", lambda c: c.model.mlp_chunks > 1),
@@ -635,10 +772,19 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("offload.min_tensor_bytes", "offloaded activations", lambda c: _offloads_activations(c)),
     (
         "offload.activations_fraction",
-        "offload=activations",
-        lambda c: c.offload.mode == "activations",
+        "offload=activations or all",
+        lambda c: offloads_activations(c),
     ),
-    ("offload.blocks", "offload=activations", lambda c: c.offload.mode == "activations"),
+    ("offload.blocks", "offload=activations or all", lambda c: offloads_activations(c)),
+    ("offload.gradients", "offload=optimizer", lambda c: _has_device_weights_alone(c)),
+    ("offload.optimizer_fraction", "offload=optimizer", lambda c: _has_device_weights_alone(c)),
+    ("offload.nvme_dir", "an _nvme mode of offload", lambda c: optimizer_home(c) == "nvme"),
+    ("offload.nvme_buffer_mib", "an _nvme mode of offload", lambda c: optimizer_home(c) == "nvme"),
+    (
+        "optimizer.in_backward_clip",
+        "optimizer.in_backward=true",
+        lambda c: c.optimizer.in_backward,
+    ),
     ("loss.chunk_mib", "loss=chunked", lambda c: c.loss.name == "chunked"),
     ("checkpointing.keep", "checkpointing=selective", lambda c: _selects(c)),
     (
@@ -672,7 +818,11 @@ def _selects(config: Config) -> bool:
 
 def _offloads_activations(config: Config) -> bool:
     by_block = config.checkpointing.policy == "budget" or _has_block(config, "offload")
-    return config.offload.mode == "activations" or by_block
+    return offloads_activations(config) or by_block
+
+
+def _has_device_weights_alone(config: Config) -> bool:
+    return optimizer_home(config) != "device" and weights_home(config) == "device"
 
 
 def _has_block(config: Config, policy: BlockPolicy) -> bool:
@@ -696,8 +846,12 @@ def no_effect_warnings(config: Config) -> list[str]:
             found.append(f"{key}={shown} has no effect without {needed}")
     if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
         found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
-    if config.offload.mode == "activations" and config.offload.activations_fraction == 0:
-        found.append("offload=activations moves nothing with offload.activations_fraction=0")
+    if offloads_activations(config) and config.offload.activations_fraction == 0:
+        found.append(
+            f"offload={config.offload.mode} moves no activations with offload.activations_fraction=0"
+        )
+    if config.optimizer.name == "paged_adamw_8bit" and config.device == "cpu":
+        found.append("optimizer=paged_adamw_8bit pages nothing with device=cpu")
     if config.checkpoint_every > config.model.n_layers:
         found.append(
             f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"

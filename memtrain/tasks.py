@@ -3,8 +3,8 @@
 import logging
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from memtrain.engine.checkpoint import WEIGHTS, load_weights, save_weights
 from memtrain.engine.generate import generate as generate_tokens
 from memtrain.engine.loop import mean_loss
 from memtrain.engine.loop import train as train_loop
+from memtrain.engine.optimizers import state_bytes_per_parameter
 from memtrain.engine.step import TrainStep
 from memtrain.errors import (
     EXIT_FAILED,
@@ -33,6 +34,7 @@ from memtrain.errors import (
     NotFiniteError,
     UserError,
 )
+from memtrain.memory import file_store
 from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
 from memtrain.planner import budget
@@ -125,7 +127,8 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     found = plan_run(config, place, dimensions.vocab_size, device)
     try:
         summary = predicted_figures(found)
-        summary |= train_model(config, place, device, data, dimensions, loader)
+        with own_nvme_folder(config, place) as config:
+            summary |= train_model(config, place, device, data, dimensions, loader)
     except torch.OutOfMemoryError as error:
         explain_out_of_memory(config, place, dimensions.vocab_size, device, found, error)
         raise
@@ -164,13 +167,32 @@ def train_model(
             eval_every=config.eval_every,
             max_skipped=config.optimizer.max_skipped,
         )
+        step.settle()
         save_weights(model, place.folder)
         summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
+        summary |= optimizer_size(config, step)
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
     return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
+
+
+def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:
+    """Bytes of optimizer state per trained parameter, as it really is; files are not read again for it."""
+    if config_module.optimizer_home(config) == "nvme":
+        return {}
+    states = [
+        (parameter, update.state(parameter))
+        for update in step.updates
+        for group in update.param_groups
+        for parameter in group["params"]
+    ]
+    size = state_bytes_per_parameter(states)
+    return {
+        "optimizer_bytes_per_parameter": size.bytes_per_parameter,
+        "optimizer_share_32_bit": size.share_32_bit,
+    }
 
 
 def evaluation(config: Config, step: TrainStep, data: build.Data) -> Callable[[], float] | None:
@@ -198,10 +220,13 @@ def what_was_learned(
 def header(config: Config, model: Transformer, device: torch.device, windows: int) -> list[str]:
     """What is about to run, in the words of the four switches."""
     d = model.dimensions
+    n_parameters = count_parameters(model)
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = f" ({format_count(n_trained)} trained)" if n_trained < n_parameters else ""
     tokens = config.micro_batch * config.seq_len * config.accum
     precision = config.precision.name
     lines = [
-        f"model      {format_count(count_parameters(model))} parameters · {d.n_layers} layers x {d.dim} wide · "
+        f"model      {format_count(n_parameters)} parameters{trained} · {d.n_layers} layers x {d.dim} wide · "
         f"vocabulary {d.vocab_size} · on {describe_device(device)}",
         f"step       {config.accum} x {config.micro_batch} x {config.seq_len} = {format_count(tokens)} tokens · "
         f"{windows} steps an epoch · {config.optimizer.name} lr {config.optimizer.lr:g}",
@@ -213,7 +238,15 @@ def header(config: Config, model: Transformer, device: torch.device, windows: in
         lines.append(
             f"           {precision} is what is computed in: weights, gradients and moments stay fp32"
         )
+    if config.optimizer.in_backward:
+        lines.append(f"           {IN_BACKWARD[config.optimizer.in_backward_clip]}")
     return lines
+
+
+IN_BACKWARD = {
+    "two_pass": "gradients are made twice, first for their norm: exact, at the price of a second forward and backward",
+    "per_parameter": "each gradient is clipped by its own norm, and skipped by itself if it is not finite",
+}
 
 
 def further_switches(config: Config) -> list[str]:
@@ -223,6 +256,12 @@ def further_switches(config: Config) -> list[str]:
         ("compile", config.compile, "off"),
         ("model.mlp_chunks", config.model.mlp_chunks, 1),
         ("loss", config.loss.name, "chunked"),
+        ("offload.gradients", str(config.offload.gradients).lower(), "false"),
+        ("offload.optimizer_fraction", config.offload.optimizer_fraction, 1.0),
+        ("precision.master_weights", str(config.precision.master_weights).lower(), "true"),
+        ("precision.gradients", config.precision.gradients, None),
+        ("optimizer.in_backward", str(config.optimizer.in_backward).lower(), "false"),
+        ("model.train_only", config.model.train_only, None),
     )
     return [f"{key}={value}" for key, value, default in chosen if value != default]
 
@@ -353,17 +392,50 @@ def plan_run(
     if not found["fits"]:
         console.print_warning("this run is predicted to end out of memory on that card")
     if device.type != "cpu":
-        check_host_memory(found["host_bytes"], free_host_bytes())
+        question = {"tree": asdict(config), "vocab_size": vocab_size, "card": card}
+        check_host_memory(found, free_host_bytes(), place.planner, question)
     return found
 
 
-def check_host_memory(needed_bytes: int, free_bytes: int) -> None:
-    """What is offloaded has to fit the host. Raises UserError with both figures."""
-    if needed_bytes > free_bytes:
-        raise UserError(
-            f"offload: needs {format_bytes(needed_bytes)} of host memory, {format_bytes(free_bytes)} are free; "
-            "lower micro_batch or offload.activations_fraction, or offload less"
+def check_host_memory(
+    plan: dict[str, Any], free_bytes: int, planner: PlannerProcess, question: dict[str, Any]
+) -> None:
+    """What is offloaded has to fit the host. Raises UserError with the figures and the nearest setting that fits."""
+    if plan["host_bytes"] <= free_bytes:
+        return
+    planner.ask("suggest", **question, host_bytes=free_bytes)
+    console.print_header(["planning what the host has room for ..."])
+    try:
+        found = planner.answer()
+    except PlanningFailed:
+        found = []
+    nearest = " ".join(found[0]["overrides"]) if found else "a smaller model; nothing nearby does"
+    raise UserError(
+        f"offload={question['tree']['offload']['mode']}: needs {format_bytes(plan['host_bytes'])} of host memory "
+        f"({format_bytes(plan['host_pinned_bytes'])} of it pinned), {format_bytes(free_bytes)} are free; "
+        f"what fits: {nearest}"
+    )
+
+
+@contextmanager
+def own_nvme_folder(config: Config, place: Place) -> Iterator[Config]:
+    """For the _nvme modes: `offload.nvme_dir` becomes a folder of this run's own, which is gone afterwards."""
+    if config_module.optimizer_home(config) != "nvme":
+        yield config
+        return
+    assert config.offload.nvme_dir
+    nvme_dir = config_module.resolve_path(config.offload.nvme_dir, place.base)
+    file_store.check_folder(nvme_dir, 0)
+    for folder, size_bytes in file_store.leftovers(nvme_dir):
+        console.print_warning(
+            f"{folder}: {format_bytes(size_bytes)} left behind by a run that ended before it could remove them; "
+            "delete it"
         )
+    folder = file_store.claim_folder(nvme_dir, config.name)
+    try:
+        yield replace(config, offload=replace(config.offload, nvme_dir=str(folder)))
+    finally:
+        file_store.release_folder(folder)
 
 
 def resolve_budget(config: Config, place: Place, vocab_size: int, device: torch.device) -> Config:

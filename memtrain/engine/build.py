@@ -1,25 +1,31 @@
 """Config to objects: the only place where the config tree becomes data, model, optimizer and step."""
 
+import fnmatch
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from memtrain.config import (
     Config,
     DataConfig,
     TokenizerConfig,
     named_blocks,
+    offloads_activations,
+    optimizer_home,
     resolve_path,
     resolved_n_kv_heads,
     segment_blocks,
+    weights_home,
 )
 from memtrain.data import corpus, store
 from memtrain.data.loader import Batch, Loader, RandomTokens, count_samples, eval_batches
@@ -28,14 +34,31 @@ from memtrain.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, 
 from memtrain.engine.optimizers import decay_groups, make_optimizer
 from memtrain.engine.schedule import Schedule, make_schedule
 from memtrain.engine.step import TrainStep
+from memtrain.engine.update import PlainUpdate, Update
 from memtrain.errors import UserError
 from memtrain.memory.activation_offload import ActivationOffload
 from memtrain.memory.compiled import compile_blocks, compile_training
-from memtrain.memory.master_weights import MasterWeights
+from memtrain.memory.file_homes import FileGradients, FileState, FileWeights
+from memtrain.memory.file_store import FileStore
+from memtrain.memory.host_optimizer import (
+    DeviceWeights,
+    GradientHome,
+    HostOptimizer,
+    MakeOptimizer,
+    MemoryGradients,
+    MemoryState,
+    StateHome,
+    WeightHome,
+    tell_before_reading,
+)
 from memtrain.memory.mlp_chunks import chunk_mlps
+from memtrain.memory.param_offload import MemoryWeights, ParamOffload, WeightStore
+from memtrain.memory.per_parameter import PerParameter
 from memtrain.memory.recompute import recompute
 from memtrain.memory.selective import selective_contexts
+from memtrain.memory.stochastic_rounding import round_stochastically
 from memtrain.model.hf import HFCausalLM, LanguageModel, make_hf_model
+from memtrain.model.layers import gradient_dtype
 from memtrain.model.loss import LossFunction, Terms, chunked_loss, full_loss
 from memtrain.model.transformer import Dimensions, Transformer, make_transformer
 from memtrain.units import MIB
@@ -248,17 +271,70 @@ def build_hf_model(config: Config, device: torch.device) -> HFCausalLM:
 
 
 def build_model(config: Config, dimensions: Dimensions, device: torch.device) -> Transformer:
-    model = make_transformer(dimensions, device, weight_dtype(config))
+    offload = None
+    if weights_home(config) != "device":
+        offload = ParamOffload(device, weight_store(config, device))
+    place = offload.place if offload else lambda parameter: None
+    model = make_transformer(dimensions, device, weight_dtype(config), place)
+    train_only(config, model)
     if config.model.mlp_chunks > 1:
         blocks = named_blocks(config.model.mlp_chunk_blocks, dimensions.n_layers, "")
         chunk_mlps(model, config.model.mlp_chunks, blocks)
     recompute_blocks(config, model)
     offload_blocks(config, model)
+    if offload:
+        offload.wrap(model)
     if config.compile == "blocks":
         compile_blocks(model)
     elif config.compile == "model":
         compile_training(model)
     return model
+
+
+def weight_store(config: Config, device: torch.device) -> WeightStore:
+    pinned = device.type != "cpu"
+    if weights_home(config) == "nvme":
+        return FileWeights(file_store(config), pinned)
+    return MemoryWeights(pinned)
+
+
+def file_store(config: Config) -> FileStore:
+    """In the run's own folder: whoever trains claims one and puts it in the place of `offload.nvme_dir`."""
+    assert config.offload.nvme_dir
+    return FileStore(Path(config.offload.nvme_dir))
+
+
+def train_only(config: Config, model: LanguageModel) -> None:
+    """Freeze what is not named, and say what the gradients of the rest are kept in."""
+    chosen = trained_names(config, [name for name, _ in model.named_parameters()])
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(config.precision.gradients or "")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+        if wanted is not None and parameter.requires_grad:
+            parameter.grad_dtype = wanted
+
+
+def trained_names(config: Config, names: list[str]) -> set[str]:
+    """Raises UserError for a part of `model.train_only` that names no parameter."""
+    if config.model.train_only is None:
+        return set(names)
+    found: set[str] = set()
+    for part in str(config.model.train_only).split(","):
+        named = named_parameters(part.strip(), names, config.model.n_layers)
+        if not named:
+            raise UserError(
+                f"model.train_only={part.strip()}: names no parameter; use blocks (last 2, 0-3) or patterns such as "
+                f"{names[0]} or blocks.*.mlp.*"
+            )
+        found |= named
+    return found
+
+
+def named_parameters(part: str, names: list[str], n_layers: int) -> set[str]:
+    if re.fullmatch(r"all|\d+(-\d+)?|(every|first|last) \d+", part):
+        blocks = {f"blocks.{index}." for index in named_blocks(part, n_layers, "model.train_only")}
+        return {name for name in names if name.startswith(tuple(blocks))}
+    return set(fnmatch.filter(names, part))
 
 
 def offload_blocks(config: Config, model: Transformer) -> None:
@@ -276,7 +352,7 @@ def offload_blocks(config: Config, model: Transformer) -> None:
 def offloaded_blocks(config: Config) -> set[int]:
     if config.checkpointing.policy == "per_block":
         return {i for i, policy in enumerate(config.checkpointing.per_block) if policy == "offload"}
-    if config.offload.mode != "activations":
+    if not offloads_activations(config):
         return set()
     named = named_blocks(config.offload.blocks, config.model.n_layers, "")
     share = config.offload.activations_fraction
@@ -305,22 +381,110 @@ def build_loss(config: Config, terms: Terms) -> LossFunction:
     return partial(chunked_loss, terms=terms, chunk_bytes=config.loss.chunk_mib * MIB)
 
 
-def build_optimizer(config: Config, model: LanguageModel) -> Optimizer:
+def build_updates(config: Config, model: LanguageModel, device: torch.device) -> list[Update]:
+    """What steps the parameters that are trained: on the device, on the host, or some here and some there."""
+    make, groups = optimizer_factory(config), parameter_groups(config, model)
+    if optimizer_home(config) == "device":
+        return [build_device_update(config, model, groups, make)]
+    on_host = host_parameters(config, model)
+    host_groups = only(groups, lambda p: p in on_host)
+    device_groups = only(groups, lambda p: p not in on_host)
+    updates: list[Update] = [build_host_update(config, model, device, host_groups, make)]
+    if device_groups:
+        updates.append(build_device_update(config, model, device_groups, make))
+    return updates
+
+
+def optimizer_factory(config: Config) -> MakeOptimizer:
+    """The optimizer that is wanted, for whatever groups it is to step."""
     wanted = config.optimizer
-    make = partial(
+    return partial(
         make_optimizer,
         wanted.name,
         lr=wanted.lr,
         betas=(wanted.betas[0], wanted.betas[1]),
         eps=wanted.eps,
         momentum=wanted.momentum,
+        implementation=wanted.implementation,
     )
-    groups = decay_groups(model.named_parameters(), wanted.weight_decay)
-    if config.offload.mode == "optimizer":
-        return MasterWeights(groups, make, torch.device("cpu"))
-    if config.precision.name == "bf16_true":
-        return MasterWeights(groups, make, model.head.weight.device)
-    return make(groups)
+
+
+def parameter_groups(config: Config, model: LanguageModel) -> list[dict[str, Any]]:
+    groups = decay_groups(model.named_parameters(), config.optimizer.weight_decay)
+    return [{**group, "lr": config.optimizer.lr} for group in groups]
+
+
+def only(
+    groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]
+) -> list[dict[str, Any]]:
+    found = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in groups]
+    return [group for group in found if group["params"]]
+
+
+def host_parameters(config: Config, model: LanguageModel) -> set[nn.Parameter]:
+    """Those whose optimizer is on the host: `offload.optimizer_fraction` of all, evenly spread."""
+    share, seen, chosen = config.offload.optimizer_fraction, 0, 0
+    found = set()
+    for parameter in model.parameters():
+        seen += parameter.numel()
+        if chosen + parameter.numel() / 2 <= share * seen:
+            chosen += parameter.numel()
+            found.add(parameter)
+    return found
+
+
+def build_device_update(
+    config: Config, model: LanguageModel, groups: list[dict[str, Any]], make: MakeOptimizer
+) -> Update:
+    weight = next(p for group in groups for p in group["params"])
+    whole = weight.dtype == gradient_dtype(weight) == torch.float32
+    if whole and not config.optimizer.in_backward:
+        return PlainUpdate(make(groups))
+    return PerParameter(
+        groups,
+        make,
+        round_to=None if config.precision.master_weights else round_stochastically,
+        in_backward=config.optimizer.in_backward_clip if config.optimizer.in_backward else None,
+        clip=config.clip,
+    )
+
+
+def build_host_update(
+    config: Config,
+    model: LanguageModel,
+    device: torch.device,
+    groups: list[dict[str, Any]],
+    make: MakeOptimizer,
+) -> Update:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    offload = model.elsewhere if isinstance(model, Transformer) else None
+    weights: WeightHome = DeviceWeights(parameters, device)
+    if isinstance(offload, ParamOffload):
+        offload.resident = DeviceWeights([p for p in parameters if p.ndim < 2], device)
+        weights = offload
+    pinned = device.type != "cpu"
+    states: StateHome = MemoryState(make)
+    gradients: GradientHome = MemoryGradients(pinned)
+    if optimizer_home(config) == "nvme":
+        states = FileState(file_store(config), make, config.offload.nvme_buffer_mib * MIB)
+    if weights_home(config) == "nvme":
+        gradients = FileGradients(file_store(config), pinned)
+    update = HostOptimizer(
+        groups,
+        device=device,
+        accumulate=config.offload.gradients or weights_home(config) != "device",
+        weights=weights,
+        states=states,
+        gradients=gradients,
+    )
+    update.start(model.parameters())
+    if isinstance(offload, ParamOffload):
+        offload.before_read, offload.is_due = update.ready, update.is_due
+    elif isinstance(model, Transformer) and config.compile != "model":
+        tell_before_reading(model, update.ready)
+    else:
+        model.register_forward_pre_hook(lambda *_: update.settle())
+    return update
 
 
 def build_step(config: Config, model: LanguageModel, device: torch.device) -> TrainStep:
@@ -330,14 +494,17 @@ def build_step(config: Config, model: LanguageModel, device: torch.device) -> Tr
         growth_interval=config.precision.scale_growth_every,
         enabled=config.precision.name == "fp16",
     )
+    clips_itself = (
+        config.optimizer.in_backward and config.optimizer.in_backward_clip == "per_parameter"
+    )
     return TrainStep(
         model=model,
         loss_function=build_loss(config, Terms(config.loss.label_smoothing, config.loss.z_loss)),
-        optimizer=build_optimizer(config, model),
+        updates=build_updates(config, model, device),
         scaler=scaler,
         device=device,
         compute_dtype=COMPUTE_DTYPES.get(config.precision.name),
-        clip=config.clip,
+        clip=0.0 if clips_itself else config.clip,
     )
 
 

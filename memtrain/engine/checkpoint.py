@@ -17,7 +17,7 @@ WEIGHTS, DIMENSIONS = "model.safetensors", "model.json"
 
 def save_weights(model: Transformer, folder: Path) -> None:
     """Written under a temporary name and renamed. A tied head is stored once, as the embedding."""
-    weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    weights = {name: model.weight(p).cpu().contiguous() for name, p in model.named_parameters()}
     temporary = folder / f".{WEIGHTS}.{os.getpid()}"
     save_file(weights, temporary)
     temporary.replace(folder / WEIGHTS)

@@ -83,8 +83,9 @@ def is_due(step: int, every: int) -> bool:
 
 
 def set_learning_rate(step: TrainStep, learning_rate: float) -> float:
-    for group in step.optimizer.param_groups:
-        group["lr"] = learning_rate
+    for update in step.updates:
+        for group in update.param_groups:
+            group["lr"] = learning_rate
     return learning_rate
 
 

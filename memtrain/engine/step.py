@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from memtrain.data.loader import Batch
 from memtrain.device import autocast
+from memtrain.engine.update import Update
 from memtrain.model.hf import LanguageModel
 from memtrain.model.loss import LossFunction
 
@@ -24,7 +25,8 @@ class TrainStep:
 
     model: LanguageModel
     loss_function: LossFunction
-    optimizer: Optimizer
+    updates: list[Update]
+    """Between them they have every parameter that is trained."""
     scaler: GradScaler
     device: torch.device
     compute_dtype: torch.dtype | None
@@ -34,39 +36,62 @@ class TrainStep:
 
     def __call__(self, window: Sequence[Batch]) -> Tensor:
         loss = self.accumulate(window)
-        self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
+        norm = self._unscaled_norm()
         learns = any(batch.n_targets for batch in window)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         stepped = finite if learns else torch.zeros_like(finite)
-        self.optimizer.found_inf = (~stepped).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
+        factor, skip = self._factor(norm), (~stepped).float()
+        for update in self.updates:
+            update.step(factor, skip, partial(self.accumulate, window))
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
         return torch.stack((loss, norm, stepped.float()))
 
     def accumulate(self, window: Sequence[Batch]) -> Tensor:
-        """Leave the (scaled) gradient of the window in the parameters and return its loss."""
-        n_targets = max(1, sum(batch.n_targets for batch in window))
-        return torch.stack([self._micro_step(batch, n_targets) for batch in window]).sum()
+        """Form the (scaled) gradient of the window and return its loss."""
+        n_targets = sum(batch.n_targets for batch in window)
+        losses = []
+        for number, batch in enumerate(window, start=1):
+            for update in self.updates:
+                update.begin(final=number == len(window), learns=n_targets > 0)
+            losses.append(self._micro_step(batch, max(1, n_targets)))
+        return torch.stack(losses).sum()
+
+    def settle(self) -> None:
+        """Finish what is put off until the next forward pass: whoever reads the weights elsewhere calls it first."""
+        for update in self.updates:
+            update.settle()
 
     def _micro_step(self, batch: Batch, n_targets: int) -> Tensor:
         """Add one micro-batch's share of the gradient; its share of the window's loss comes back."""
         batch = batch.to(self.device)
         with autocast(self.device, self.compute_dtype):
             hidden = self.model(batch.tokens)
-            scale = self.scaler.scale(torch.ones((), device=self.device))
+            scale = self._loss_scale()
             head = self.model.head.weight
             loss = self.loss_function(hidden, head, batch.targets, scale / n_targets)
         del hidden, head
         torch.autograd.backward(loss)
         return loss.detach() / scale
 
-    def _clip(self) -> Tensor:
-        """Clip to `clip` and return the norm before it, over all gradients, in fp32."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    def _loss_scale(self) -> Tensor:
+        scale: Tensor = self.scaler.scale(torch.ones((), device=self.device))
+        return scale
+
+    def _unscaled_norm(self) -> Tensor:
+        """The norm over all gradients. It alone is unscaled: if it is finite, all of them are."""
+        norms = {
+            parameter: norm for update in self.updates for parameter, norm in update.norms().items()
+        }
+        ordered = [norms[parameter] for parameter in self.model.parameters() if parameter in norms]
+        probe = nn.Parameter(torch.zeros((), device=self.device))
+        probe.grad = torch.linalg.vector_norm(torch.stack(ordered))
+        self.scaler.unscale_(torch.optim.SGD([probe]))
+        return probe.grad
+
+    def _factor(self, norm: Tensor) -> Tensor | None:
+        """What the gradients are multiplied by: unscaled and clipped at once; None: as they are."""
+        factor = 1 / self._loss_scale() if self.scaler.is_enabled() else None
         if self.clip:
-            torch._foreach_mul_(gradients, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
-        return norm
+            shrink = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+            factor = shrink if factor is None else shrink * factor
+        return factor

@@ -61,6 +61,12 @@ class Linear(nn.Linear):
         return F.linear(x, weight, self.bias)
 
 
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """What the gradient of a parameter is kept in."""
+    dtype: torch.dtype | None = weight.grad_dtype
+    return weight.dtype if dtype is None else dtype
+
+
 class _LinearBackward(torch.autograd.Function):
     """The gradients of a linear layer; its forward only keeps what they need and returns a ticket without memory.
 
@@ -84,9 +90,9 @@ class _LinearBackward(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 x_grad = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype)
             if ctx.needs_input_grad[2]:
-                weight_grad = (rows.t() @ x.flatten(0, -2)).to(weight.dtype)
+                weight_grad = (rows.t() @ x.flatten(0, -2)).to(gradient_dtype(weight))
             if ctx.needs_input_grad[3]:
-                bias_grad = rows.sum(0).to(weight.dtype)
+                bias_grad = rows.sum(0).to(gradient_dtype(weight))
         return x_grad, None, weight_grad, bias_grad
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.data.loader import IGNORE_INDEX
+from memtrain.model.layers import gradient_dtype
 from memtrain.units import MIB
 
 MIN_ROWS = 256
@@ -122,7 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if head_grad is not None:
                 _add_product(head_grad, gradient, rows)
             del gradient
-        ctx.head_grad = None if head_grad is None else head_grad.to(head.dtype)
+        ctx.head_grad = None if head_grad is None else head_grad.to(gradient_dtype(head))
         return loss
 
     @staticmethod

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +62,16 @@ def make_block(d: Dimensions) -> Block:
     )
 
 
+class WeightReader(Protocol):
+    def read(self, weight: nn.Parameter) -> Tensor:
+        """Its values, flat, on the host."""
+
+
 class Transformer(nn.Module):
     """`forward` returns the normalised hidden states (B, T, C); `head.weight` (V, C) turns them into logits.
 
     `segments` is what `forward` walks over: the blocks, or whatever a memory technique put in their place. It is a
-    plain list, so that parameter names stay those of the blocks.
+    plain list, so that parameter names stay those of the blocks. `elsewhere` has the weights while the device does not.
     """
 
     def __init__(self, dimensions: Dimensions) -> None:
@@ -78,6 +84,7 @@ class Transformer(nn.Module):
         self.norm = make_norm(d.norm, d.dim, d.norm_eps, d.bias)
         self.head = nn.Linear(d.dim, d.vocab_size, bias=False)
         self.tie()
+        self.elsewhere: WeightReader | None = None
         self.segments = [Segment([index], block) for index, block in enumerate(self.blocks)]
 
     def tie(self) -> None:
@@ -100,28 +107,41 @@ class Transformer(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialise(self, name: str, parameter: nn.Parameter) -> None:
         """GPT-2's scheme (Radford et al. 2019): normal(0.02), residual outputs divided by sqrt(2 x layers)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:
-                residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                scale = math.sqrt(2 * self.dimensions.n_layers) if residual else 1.0
-                parameter.normal_(0.0, 0.02 / scale)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.fill_(1.0)
+        if parameter.ndim >= 2:
+            residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            scale = math.sqrt(2 * self.dimensions.n_layers) if residual else 1.0
+            parameter.normal_(0.0, 0.02 / scale)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.fill_(1.0)
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        """The values of a parameter, on the host if the device does not have them all the time."""
+        if self.elsewhere is None:
+            return parameter.detach()
+        return self.elsewhere.read(parameter).view(parameter.shape)
 
 
 def make_transformer(
-    dimensions: Dimensions, device: torch.device, dtype: torch.dtype = torch.float32
+    dimensions: Dimensions,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    place: Callable[[nn.Parameter], None] = lambda parameter: None,
 ) -> Transformer:
-    """Built on meta, so that no memory is taken twice, then given storage on `device` and initialised there."""
+    """Built on meta, then each parameter is made and initialised on `device`, and handed to `place`."""
     with torch.device("meta"):
         model = Transformer(dimensions)
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
+    for name, parameter in list(model.named_parameters()):
+        made = nn.Parameter(torch.empty_like(parameter, device=device))
+        model.initialise(name, made)
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, made)
+        place(made)
     model.tie()
-    model.initialise()
     return model
 
 

@@ -103,7 +103,7 @@ def outcome(
     config: Config, dimensions: Dimensions, card: Card, per_block: tuple[BlockPolicy, ...]
 ) -> Outcome:
     report = predict(with_choice(config, per_block), dimensions, card).report
-    seconds = estimate_speed(report, card, config.precision.tf32).step_seconds
+    seconds = estimate_speed(report, card, config.precision.tf32, config.accum).step_seconds
     return Outcome(per_block, report.peak_reserved_bytes, seconds)
 
 

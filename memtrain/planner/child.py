@@ -70,7 +70,13 @@ def main() -> None:
         print(json.dumps(reply), flush=True)
 
 
-def respond(kind: str, tree: dict[str, Any], vocab_size: int, card: dict[str, Any]) -> Any:
+def respond(
+    kind: str,
+    tree: dict[str, Any],
+    vocab_size: int,
+    card: dict[str, Any],
+    host_bytes: int | None = None,
+) -> Any:
     from dataclasses import asdict
 
     from memtrain.cards import Card
@@ -86,7 +92,7 @@ def respond(kind: str, tree: dict[str, Any], vocab_size: int, card: dict[str, An
         return make_plan(config, dimensions, gpu)
     if kind == "budget":
         return asdict(choose(config, dimensions, gpu))
-    return [asdict(found) for found in suggest(config, dimensions, gpu)]
+    return [asdict(found) for found in suggest(config, dimensions, gpu, host_bytes=host_bytes)]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memtrain.cards import Card
-from memtrain.config import RULES, Config, Precision, segment_blocks
+from memtrain.config import RULES, Config, OffloadMode, Precision, segment_blocks
 from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
 from memtrain.planner.predict import predict
@@ -28,16 +28,22 @@ class Suggestion:
     tokens_per_second: float
 
 
-def suggest(config: Config, dimensions: Dimensions, card: Card, most: int = 3) -> list[Suggestion]:
-    """The fastest neighbours that fit `card`; none if nothing fits."""
+def suggest(
+    config: Config,
+    dimensions: Dimensions,
+    card: Card,
+    most: int = 3,
+    host_bytes: int | None = None,
+) -> list[Suggestion]:
+    """The fastest neighbours that fit `card`, and `host_bytes` of host memory if given; none if nothing fits."""
     fitting = []
     for neighbour in neighbours(config):
         if not is_valid(neighbour.config):
             continue
         report = predict(neighbour.config, dimensions, card).report
-        if not report.fits:
+        if not report.fits or (host_bytes is not None and report.host_peak_bytes > host_bytes):
             continue
-        speed = estimate_speed(report, card, config.precision.tf32)
+        speed = estimate_speed(report, card, config.precision.tf32, neighbour.config.accum)
         tokens = neighbour.config.micro_batch * neighbour.config.accum * config.seq_len
         fitting.append(
             Suggestion(
@@ -67,7 +73,7 @@ def neighbours(config: Config) -> Iterator[Neighbour]:
     if config.checkpointing.policy == "per_block":  # a choice for this config alone
         (start,) = recomputes(config)
         yield start
-    for options in (smaller_batches, recomputes, offloads, precisions):
+    for options in (smaller_batches, recomputes, offloads, in_backward, precisions):
         for option in options(start.config):
             yield Neighbour((*start.overrides, *option.overrides), option.config)
     yield from chain(start, recomputes, smaller_batches, offloads, precisions)
@@ -106,11 +112,31 @@ def recomputes(config: Config) -> Iterator[Neighbour]:
 
 
 def offloads(config: Config) -> Iterator[Neighbour]:
-    for mode in ("activations", "optimizer"):
-        if config.offload.mode == "none":
-            yield Neighbour(
-                (f"offload={mode}",), replace(config, offload=replace(config.offload, mode=mode))
-            )
+    """More on the host, and for what is there already: less of it, or files."""
+    modes: dict[OffloadMode, tuple[OffloadMode, ...]] = {
+        "none": ("activations", "optimizer", "params", "all"),
+        "activations": ("none", "optimizer", "all"),
+        "optimizer": ("none", "optimizer_nvme", "params"),
+        "params": ("optimizer", "params_nvme", "all"),
+        "params_nvme": ("optimizer_nvme", "all_nvme"),
+        "all": ("params", "all_nvme"),
+    }
+    for mode in modes.get(config.offload.mode, ()):
+        yield Neighbour(
+            (f"offload={mode}",), replace(config, offload=replace(config.offload, mode=mode))
+        )
+    if config.offload.mode in ("optimizer", "optimizer_nvme"):
+        for share in (0.75, 0.5, 0.25):
+            if share < config.offload.optimizer_fraction:
+                changed = replace(config.offload, optimizer_fraction=share)
+                override = f"offload.optimizer_fraction={share}"
+                yield Neighbour((override,), replace(config, offload=changed))
+
+
+def in_backward(config: Config) -> Iterator[Neighbour]:
+    if not config.optimizer.in_backward:
+        changed = replace(config.optimizer, in_backward=True)
+        yield Neighbour(("optimizer.in_backward=true",), replace(config, optimizer=changed))
 
 
 def precisions(config: Config) -> Iterator[Neighbour]:

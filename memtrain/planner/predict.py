@@ -51,7 +51,7 @@ def make_plan(config: Config, dimensions: Dimensions, card: Card) -> dict[str, A
     """The prediction as the plain record that plan.json holds; sizes in bytes, times in seconds."""
     prediction = predict(config, dimensions, card)
     report = prediction.report
-    speed = estimate_speed(report, card, config.precision.tf32)
+    speed = estimate_speed(report, card, config.precision.tf32, config.accum)
     tokens = config.micro_batch * config.accum * config.seq_len
     return {
         "gpu": card.name,
@@ -73,6 +73,8 @@ def make_plan(config: Config, dimensions: Dimensions, card: Card) -> dict[str, A
         "host_pinned_bytes": report.host_pinned_peak_bytes,
         "h2d_bytes_per_step": report.h2d_bytes,
         "d2h_bytes_per_step": report.d2h_bytes,
+        "nvme_read_bytes_per_step": report.nvme_read_bytes,
+        "nvme_written_bytes_per_step": report.nvme_written_bytes,
         "flops_per_step": sum(report.flops.values()),
         "step_seconds": speed.step_seconds,
         "step_seconds_by_limit": speed.parts,

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from memtrain.cards import Card
 from memtrain.phantom import OpUse, Report
 
-HOST_BANDWIDTH_GB_S = 40.0
-"""What a host's memory gives an optimizer step: dual-channel DDR5, about half of its data sheet."""
-OVERLAPPED = ("forward", "backward")
-"""Phases in which transfers run beside the computation, on streams of their own."""
+NVME_BANDWIDTH_GB_S = 5.0
+"""Estimate: what files move, reads and writes together, on an NVMe SSD on PCIe 4.0 x4.
+
+The link ends at 7.9 GB/s, data sheets say 5 to 7 while the SSD's fast cache lasts; a write that goes on is slower.
+"""
+PHASES = ("forward", "backward", "optimizer", "other")
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
 
@@ -16,46 +18,69 @@ _PEAKS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8
 class Speed:
     step_seconds: float
     parts: dict[str, float]
-    """Seconds by what limits them: matrix products, memory, host link (what is not hidden), host."""
+    """Seconds by what limits them: matrix products, memory, host; host link and files by what nothing else hides."""
 
     @property
     def limited_by(self) -> str:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def estimate_speed(report: Report, card: Card, tf32: bool) -> Speed:
-    """The last step's operators one after the other; in forward and backward, transfers beside them."""
-    parts = {"matrix products": 0.0, "memory": 0.0, "host link": 0.0, "host": 0.0}
-    for phase in sorted({op.phase for op in report.ops}):
-        ops = [op for op in report.ops if op.phase == phase]
-        ways = link_seconds(ops, card)
-        computing_s = 0.0
-        for op in ops:
-            part, seconds = operator_seconds(op, card, tf32)
+def estimate_speed(report: Report, card: Card, tf32: bool, accum: int = 1) -> Speed:
+    """The last step's operators, one after the other on each of device, link, host and files.
+
+    In forward and backward these four work beside each other. So they do in the host's step, which runs beside the
+    forward pass of the first of `accum` micro-batches as well: its blocks wait for their weights one by one.
+    """
+    busy = {phase: busy_seconds(report.ops, phase, card, tf32) for phase in PHASES}
+    forward, backward, step = busy["forward"], busy["backward"], busy["optimizer"]
+    for part, seconds in busy["other"].items():
+        step[part] += seconds
+    step["host"] += forward["host"]  # it steps what forward is about to read
+    forward["host"] = 0.0
+    parts = dict.fromkeys(("matrix products", "memory", "host link", "host", "files"), 0.0)
+    first_forward_s = device_seconds(forward) / accum if step["host"] else 0.0
+    for stretch, hidden_s in (
+        (forward, device_seconds(forward)),
+        (backward, device_seconds(backward)),
+        (step, first_forward_s),
+    ):
+        for part, seconds in exposed(stretch, hidden_s).items():
             parts[part] += seconds
-            computing_s += seconds
-        if phase in OVERLAPPED:  # both ways at once, beside the computation
-            parts["host link"] += max(0.0, max(ways) - computing_s)
-        else:
-            parts["host link"] += sum(ways)
     return Speed(sum(parts.values()), parts)
 
 
-def link_seconds(ops: list[OpUse], card: Card) -> tuple[float, float]:
-    """To the device and from it."""
-    to_device, from_device = (
-        sum(op.moved_bytes for op in ops if op.kind == way) / (card.link_gb_s * 1e9)
-        for way in ("h2d", "d2h")
-    )
-    return to_device, from_device
+def busy_seconds(ops: list[OpUse], phase: str, card: Card, tf32: bool) -> dict[str, float]:
+    """Seconds of work for each part in one phase; the link carries both ways at once."""
+    busy = dict.fromkeys(("matrix products", "memory", "h2d", "d2h", "host", "files"), 0.0)
+    for op in ops:
+        if op.phase == phase:
+            part, seconds = operator_seconds(op, card, tf32)
+            busy[part] += seconds
+    busy["host link"] = max(busy.pop("h2d"), busy.pop("d2h"))
+    return busy
+
+
+def device_seconds(busy: dict[str, float]) -> float:
+    return busy["matrix products"] + busy["memory"]
+
+
+def exposed(busy: dict[str, float], hidden_s: float) -> dict[str, float]:
+    """What each part adds to a stretch of which `hidden_s` pass anyway: the device all, the rest what is left of it."""
+    found = {part: busy[part] for part in ("matrix products", "memory")}
+    for part in ("host", "host link", "files"):
+        found[part] = max(0.0, busy[part] - hidden_s)
+        hidden_s += found[part]
+    return found
 
 
 def operator_seconds(op: OpUse, card: Card, tf32: bool) -> tuple[str, float]:
-    """(what limits it, seconds); transfers are the link's."""
+    """(what it keeps busy, seconds); files are read and written through the same connection."""
     if op.kind in ("h2d", "d2h"):
-        return "host link", 0.0
+        return op.kind, op.moved_bytes / (card.link_gb_s * 1e9)
+    if op.kind in ("nvme_read", "nvme_write"):
+        return "files", op.moved_bytes / (NVME_BANDWIDTH_GB_S * 1e9)
     if not op.on_device:
-        return "host", op.moved_bytes / (HOST_BANDWIDTH_GB_S * 1e9)
+        return "host", op.moved_bytes / (card.host_bandwidth_gb_s * 1e9)
     memory_s = op.moved_bytes / (card.bandwidth_gb_s * 1e9)
     compute_s = op.flops / (compute_tflops(op.dtype, card, tf32) * card.efficiency * 1e12)
     return max(("matrix products", compute_s), ("memory", memory_s), key=lambda item: item[1])

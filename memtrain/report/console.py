@@ -144,10 +144,10 @@ def print_table(table: RenderableType) -> None:
 def print_summary(summary: Mapping[str, Any]) -> None:
     """The one screen at the end of a run, peak memory first.
 
-    Keys, each optional (absent or None: not measured): `peak_allocated_bytes`,
-    `peak_reserved_bytes`, `host_peak_rss_bytes`, `predicted_peak_allocated_bytes`, `first_loss`,
-    `final_loss`, `vocab_size`, `unigram_entropy` (nats), `val_loss`, `tokens_per_second`,
-    `mfu` (0..1), `skipped_steps`, `run_dir`, `sample` (text).
+    Keys, each optional (absent or None: not measured): `peak_allocated_bytes`, `peak_reserved_bytes`,
+    `host_peak_rss_bytes`, `predicted_peak_allocated_bytes`, `optimizer_bytes_per_parameter`, `optimizer_share_32_bit`
+    (0..1), `first_loss`, `final_loss`, `vocab_size`, `unigram_entropy` (nats), `val_loss`, `tokens_per_second`, `mfu`
+    (0..1), `skipped_steps`, `run_dir`, `sample` (text).
     """
     say("")
     for label, value in summary_lines(summary):
@@ -161,6 +161,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "peak memory": peak_text(summary),
         "predicted": predicted_text(summary),
         "host memory": host_text(summary),
+        "optimizer": optimizer_text(summary),
         "loss": loss_text(summary),
         "validation": validation_text(summary),
         "speed": speed_text(summary),
@@ -169,6 +170,16 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "sample": printable(summary.get("sample") or ""),
     }
     return [(label, text) for label, text in lines.items() if text]
+
+
+def optimizer_text(summary: Mapping[str, Any]) -> str:
+    size, share = (
+        summary.get(f"optimizer_{name}") for name in ("bytes_per_parameter", "share_32_bit")
+    )
+    if size is None:
+        return ""
+    kept = f", {share:.1%} of the parameters keep 32 bits (small tensors)" if share else ""
+    return f"{size:.2f} bytes of state per parameter{kept}"
 
 
 def peak_text(summary: Mapping[str, Any]) -> str:

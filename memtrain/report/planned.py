@@ -23,7 +23,7 @@ def verdict(plan: Plan) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What stands below the table: device, host, transfers, speed."""
+    """What stands below the table: device, host, transfers, files if there are any, speed."""
     parts = plan["step_seconds_by_limit"].items()
     limits = ", ".join(f"{name} {format_seconds(s)}" for name, s in parts if s > 0)
     return [
@@ -33,9 +33,19 @@ def plan_lines(plan: Plan) -> list[str]:
         f"host       {format_bytes(plan['host_bytes'])}, of it {format_bytes(plan['host_pinned_bytes'])} pinned",
         f"transfers  {format_bytes(plan['h2d_bytes_per_step'])} to the device and "
         f"{format_bytes(plan['d2h_bytes_per_step'])} from it per step",
+        *nvme_lines(plan),
         f"speed      {format_count(plan['tokens_per_second'])} tok/s · {format_seconds(plan['step_seconds'])} a step · "
         f"{format_flops(plan['flops_per_step'])} a step · limited by {plan['limited_by']} ({limits})",
         f"planned    {format_count(plan['parameters'])} parameters in {format_seconds(plan['plan_seconds'])}",
+    ]
+
+
+def nvme_lines(plan: Plan) -> list[str]:
+    read_bytes, written_bytes = (plan[f"nvme_{way}_bytes_per_step"] for way in ("read", "written"))
+    if not read_bytes + written_bytes:
+        return []
+    return [
+        f"nvme       {format_bytes(read_bytes)} read and {format_bytes(written_bytes)} written per step"
     ]
 
 

@@ -29,15 +29,13 @@ NEEDS = {
     "data=text": ["data.path=corpus.txt"],
     "checkpointing=per_block": ["checkpointing.per_block=[keep,keep,keep,recompute]"],
     "data=tokens": ["data.path=corpus.bin"],
+    "offload=optimizer_nvme": ["offload.nvme_dir=/mnt/nvme"],
+    "offload=params_nvme": ["offload.nvme_dir=/mnt/nvme"],
+    "offload=all_nvme": ["offload.nvme_dir=/mnt/nvme"],
     "model=hf": ["task=plan", "model.config=config.json"],
     "tokenizer=file": ["tokenizer.path=tokenizer.json"],
 }
-NOT_AVAILABLE = {
-    "offload=all",
-    "offload=optimizer_nvme",
-    "offload=params",
-    "precision=fp8",
-}
+NOT_AVAILABLE = {"precision=fp8"}
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
@@ -56,7 +54,7 @@ PARAMETERS = {
 
 
 def test_all_files_are_found() -> None:
-    assert len(CHOICES) == 80
+    assert len(CHOICES) == 86
 
 
 @pytest.mark.parametrize("choice", CHOICES)

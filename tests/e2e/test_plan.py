@@ -9,7 +9,8 @@ from command import TINY_TEXT, Run
 PLAN_KEYS = {
     "gpu", "fits", "peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes", "device_total_bytes",
     "peak_phase", "categories", "phases", "host_bytes", "host_pinned_bytes", "h2d_bytes_per_step",
-    "d2h_bytes_per_step", "flops_per_step", "step_seconds", "tokens_per_second", "parameters", "plan_seconds",
+    "d2h_bytes_per_step", "nvme_read_bytes_per_step", "nvme_written_bytes_per_step", "flops_per_step",
+    "step_seconds", "tokens_per_second", "parameters", "plan_seconds",
 }  # fmt: skip
 
 

@@ -15,14 +15,16 @@ from memtrain.engine.build import build_dimensions
 from memtrain.planner.predict import N_STEPS, make_step, predict_cpu
 
 BASE = ("data=random", "data.vocab_size=500", "model.vocab_size=500", "model.dim=64", "model.n_layers=4",
-        "model.n_heads=4", "micro_batch=4", "seq_len=64", "offload.min_tensor_bytes=1024")  # fmt: skip
+        "model.n_heads=4", "micro_batch=4", "seq_len=64", "offload.min_tensor_bytes=1024",
+        "precision.loss_scale=256")  # fmt: skip
+"""A scale at which no step is skipped: optimizers on the host have no state before their first."""
 SWITCHES = [
     (f"precision={precision}", f"accum={accum}", recompute, f"offload={offload}")
     for precision, accum, recompute, offload in itertools.product(
         ("fp32", "bf16", "fp16", "bf16_true"),
         (1, 3),
         ("checkpoint_every=0", "checkpoint_every=2"),
-        ("none", "activations", "optimizer"),
+        ("none", "activations", "optimizer", "params"),
     )
 ]
 VARIANTS = [
@@ -37,6 +39,20 @@ VARIANTS = [
     ("model.norm=rmsnorm", "precision=bf16", "accum=2", "checkpointing=sqrt"),
     ("model.positions=rope", "model.n_kv_heads=2", "precision=bf16"),
     ("model.n_kv_heads=1", "checkpointing=alternate"),
+    ("offload=all", "precision=bf16"),
+    ("offload=optimizer", "offload.gradients=true", "accum=2"),
+    ("offload=optimizer", "offload.optimizer_fraction=0.5", "precision=bf16_true"),
+    ("optimizer.in_backward=true",),
+    ("optimizer.in_backward=true", "precision=bf16_true", "precision.master_weights=false"),
+    ("optimizer.in_backward=true", "optimizer.in_backward_clip=per_parameter"),
+    ("precision=bf16_true", "precision.master_weights=false", "checkpoint_every=1"),
+    ("precision=bf16", "precision.gradients=bf16", "accum=2"),
+    ("precision=bf16_true", "precision.gradients=fp32"),
+    ("model.train_only=last 1",),
+    ("model.train_only=last 1", "offload=params", "precision=bf16_true"),
+    ("optimizer=lion",),
+    ("optimizer=muon",),
+    ("optimizer.implementation=foreach",),
     ("model.dropout=0.1",),
     ("model.dropout=0.1", "checkpoint_every=1", "precision=bf16"),
 ]

@@ -44,7 +44,8 @@ class Workbench:
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
     def weights(self, step: TrainStep) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in step.model.named_parameters()}
+        step.settle()
+        return {name: step.model.weight(p).clone() for name, p in step.model.named_parameters()}
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ WRONG_TYPES = {
     "optimizer.lr=fast": "optimizer.lr=fast: must be a number",
     "optimizer.lr=true": "optimizer.lr=True: must be a number",
     "optimizer.betas=0.9": "optimizer.betas=0.9: must be a list",
+    "optimizer.name=adamw_4bit": "optimizer.name=adamw_4bit: choose one of adamw, adamw_8bit, ",
     "optimizer.betas=[a,b]": "optimizer.betas=a: must be a number",
     "name=7": "name=7: must be text",
     "data.path=7": "data.path=7: must be text",
@@ -56,6 +57,21 @@ COMBINATIONS = {
     "data=tokens": ["data.path", "data=tokens"],
     "data=tokens data.path=[a,b]": ["data.path", "one token file"],
     "tokenizer=file": ["tokenizer.path", "tokenizer=file"],
+    "offload=optimizer_nvme": ["offload=optimizer_nvme", "offload.nvme_dir=/mnt/nvme"],
+    "offload=all_nvme offload.nvme_dir=/x optimizer=muon": ["offload=all_nvme", "optimizer=muon"],
+    "offload=params compile=blocks": ["compile=blocks", "come and go", "offload=optimizer"],
+    "offload=optimizer task=numerics": ["offload=optimizer", "task=numerics"],
+    "precision.master_weights=false": ["precision.master_weights=false", "precision=bf16_true"],
+    "precision=bf16_true precision.master_weights=false offload=optimizer": [
+        "precision.master_weights=false",
+        "offload=optimizer",
+    ],
+    "optimizer.in_backward=true accum=2": ["optimizer.in_backward=true", "offload.gradients=true"],
+    "optimizer.in_backward=true offload=params": ["optimizer.in_backward=true", "offload=params"],
+    "optimizer.in_backward=true precision=fp16 optimizer.in_backward_clip=per_parameter": [
+        "optimizer.in_backward=true",
+        "two_pass",
+    ],
     "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "two numbers"],
     "optimizer.betas=[0.9,1.0]": ["optimizer.betas=[0.9, 1.0]", "below 1"],
     "name=a/b": ["name='a/b'", "folder"],
@@ -71,7 +87,6 @@ COMBINATIONS |= {
 }
 NOT_AVAILABLE = [
     "precision=fp8",
-    "offload=params",
     "save_every=5",
     "resume=latest",
 ]
@@ -152,6 +167,19 @@ def test_blocks_of_a_segment(overrides: list[str], blocks: int, config: Compose)
         ("checkpoint_every=9", "checkpoint_every=9"),
         ("steps=20", "schedule.warmup=20"),
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9 has no effect"),
+        (
+            "optimizer=lion optimizer.implementation=foreach",
+            "optimizer.implementation=foreach has no effect without optimizer=adamw or sgd",
+        ),
+        ("optimizer=lion optimizer.eps=1e-6", "optimizer.eps=1e-06 has no effect"),
+        (
+            "optimizer=adafactor optimizer.betas=[0.8,0.9]",
+            "optimizer.betas=[0.8, 0.9] has no effect",
+        ),
+        (
+            "optimizer=paged_adamw_8bit device=cpu",
+            "optimizer=paged_adamw_8bit pages nothing with device=cpu",
+        ),
         ("task=numerics model.dropout=0.1", "model.dropout=0.1 has no effect"),
         ("tokenizer=bytes tokenizer.vocab_size=300", "tokenizer.vocab_size=300 has no effect"),
         ("loss=full loss.chunk_mib=1", "loss.chunk_mib=1 has no effect"),
@@ -160,6 +188,26 @@ def test_blocks_of_a_segment(overrides: list[str], blocks: int, config: Compose)
 def test_a_switch_without_effect_warns(overrides: str, warning: str, config: Compose) -> None:
     (found,) = no_effect_warnings(config(*overrides.split()))
     assert found.startswith(warning)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "optimizer=sgd optimizer.implementation=for_loop",
+        "optimizer=adamw optimizer.implementation=foreach",
+        "optimizer=muon optimizer.momentum=0.9 optimizer.betas=[0.8,0.9] optimizer.eps=1e-6",
+        "optimizer=adamw_8bit optimizer.betas=[0.8,0.9] optimizer.eps=1e-6",
+    ],
+)
+def test_a_setting_of_the_optimizer_that_has_it_does_not_warn(
+    overrides: str, config: Compose
+) -> None:
+    assert no_effect_warnings(config(*overrides.split())) == []
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "lion", "muon", "paged_adamw_8bit"])
+def test_the_choices_of_optimizers_warn_of_nothing(name: str, config: Compose) -> None:
+    assert no_effect_warnings(config(f"optimizer={name}")) == []
 
 
 def test_the_defaults_warn_of_nothing(config: Compose) -> None:

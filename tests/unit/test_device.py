@@ -3,19 +3,23 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from memtrain.cards import load_card
 from memtrain.device import (
     allocator_statistics,
     free_host_bytes,
-    host_memory_bytes,
     select_device,
 )
 from memtrain.errors import UserError
+from memtrain.planner.child import PlannerProcess
 from memtrain.tasks import check_host_memory
-from memtrain.units import GIB
+
+TINY_OFFLOAD = ("offload=optimizer", "model.dim=256", "model.vocab_size=4096")
 
 
 def test_free_host_memory_is_at_most_what_there_is():
@@ -23,10 +27,27 @@ def test_free_host_memory_is_at_most_what_there_is():
     assert 0 < free_host_bytes() < installed
 
 
-def test_too_much_offload_is_refused_with_both_figures():
-    check_host_memory(GIB, 2 * GIB)
-    with pytest.raises(UserError, match=r"needs 3.00 GiB of host memory, 2.00 GiB are free"):
-        check_host_memory(3 * GIB, 2 * GIB)
+def test_what_the_host_has_no_room_for_is_refused_with_the_nearest_setting_that_fits(tiny):
+    config = tiny(*TINY_OFFLOAD)
+    card = load_card("a100_40gb")
+    plan = make_plan_apart(config, card)
+    question = {"tree": asdict(config), "vocab_size": 64, "card": asdict(card)}
+    with closing(PlannerProcess()) as planner:
+        check_host_memory(plan, plan["host_bytes"], planner, question)
+        with pytest.raises(UserError, match="are free; what fits: ") as refusal:
+            check_host_memory(plan, plan["host_bytes"] // 2, planner, question)
+    message = str(refusal.value)
+    assert message.startswith("offload=optimizer: needs ")
+    remedy = message.rpartition("what fits: ")[2].split()
+    nearer = make_plan_apart(tiny(*TINY_OFFLOAD, *remedy), card)
+    assert nearer["host_bytes"] <= plan["host_bytes"] // 2
+
+
+def make_plan_apart(config, card):
+    """In a process of its own: the phantom stays registered in the one that plans."""
+    with closing(PlannerProcess()) as planner:
+        planner.ask("plan", tree=asdict(config), vocab_size=64, card=asdict(card))
+        return planner.answer()
 
 
 MEASURE = """

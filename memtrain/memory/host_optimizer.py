@@ -1,0 +1,405 @@
+"""The optimizer on the host: gradients stream out in backward, new weights stream back before they are next read.
+
+    device    ... backward 2 | backward 1 | backward 0 |          | forward 0 | forward 1 ...
+    d2h           gradient 2 .. | gradient 1 .. | gradient 0 ..
+    host                                                   step 0 | step 1    | step 2 ...
+    h2d                                                    weights 0 | weights 1 | ...
+
+- A gradient leaves as soon as it is whole (with `accumulate` that of every micro-batch, added up on the host) and is
+  let go when the compute stream has waited for its copy: the device holds the few that are under way.
+- Clipping, and that a step which is not finite changes nothing, need the norm over all gradients. So the host steps
+  when the last one has come: not at once, but each parameter when the next forward pass is about to read it. While the
+  device computes one block, the host steps the next.
+- What the optimizer keeps lies in a `StateHome`: in memory, or in files.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.device import device_module
+from memtrain.model.layers import gradient_dtype
+from memtrain.model.transformer import Segment, Transformer
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+MASTER = "master"
+"""The fp32 copy of a weight, among the optimizer's own tensors."""
+
+
+class StateHome(Protocol):
+    """Masters and moments on the host, by the number of their parameter, and the optimizers that step them."""
+
+    def add(self, master: Tensor, settings: dict[str, Any]) -> None:
+        """The next parameter: fp32 in its own shape, and its group's settings."""
+
+    def step(
+        self, number: int, lr: float, gradient: Callable[[int, int], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Step with fp32 `gradient(start, stop)`; (start, new flat fp32 values) piece by piece."""
+
+    def state(self, number: int) -> dict[str, Tensor]:
+        """Optimizer state and `master`, in the parameter's shape; empty before its first step."""
+
+    def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
+        """Go on with a saved state; `weight` (flat) is the master where the state has none."""
+
+
+class GradientHome(Protocol):
+    """Gradients on the host, by the number of their parameter."""
+
+    def add(self, n_elements: int, dtype: torch.dtype) -> None:
+        """The next parameter's gradient."""
+
+    def landing(self, number: int, first: bool) -> Tensor:
+        """Where the device may copy the next one to: flat, at least as long."""
+
+    def landed(self, number: int, landing: Tensor, first: bool, copied: Any) -> None:
+        """It is there after the event `copied`: the first of a window, or one to be added."""
+
+    def norm(self, number: int) -> Tensor:
+        """fp32, ()."""
+
+    def piece(self, number: int, start: int, stop: int) -> Tensor:
+        """Part of it, until the next call."""
+
+
+class WeightHome(Protocol):
+    """The weights that forward and backward read."""
+
+    def read(self, weight: nn.Parameter) -> Tensor:
+        """All of it, flat, on the host."""
+
+    def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None:
+        """New values from flat index `start` on, fp32, on the host."""
+
+    def written(self, weight: nn.Parameter) -> None:
+        """It is complete: what reads it from now on gets the new values."""
+
+
+class MemoryState:
+    """Masters and moments in host memory."""
+
+    def __init__(self, make: MakeOptimizer) -> None:
+        self._make = make
+        self._kept: list[tuple[Tensor, Optimizer]] = []
+
+    def add(self, master: Tensor, settings: dict[str, Any]) -> None:
+        self._kept.append((master, self._make([{**settings, "params": [master]}])))
+
+    def step(
+        self, number: int, lr: float, gradient: Callable[[int, int], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        master, optimizer = self._kept[number]
+        master.grad = gradient(0, master.numel()).view(master.shape)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        master.grad = None
+        yield 0, master.view(-1)
+
+    def state(self, number: int) -> dict[str, Tensor]:
+        master, optimizer = self._kept[number]
+        state = optimizer.state.get(master)
+        return {**state, MASTER: master} if state else {}
+
+    def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
+        master, optimizer = self._kept[number]
+        master.view(-1).copy_(state[MASTER].view(-1) if MASTER in state else weight)
+        optimizer.state[master] = {name: value for name, value in state.items() if name != MASTER}
+
+
+class MemoryGradients:
+    """One buffer for every gradient, and a few for those that are to be added."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._gradients: list[Tensor] = []
+        self._spare: list[Tensor] = []
+
+    def add(self, n_elements: int, dtype: torch.dtype) -> None:
+        self._gradients.append(self._empty(n_elements, dtype))
+
+    def landing(self, number: int, first: bool) -> Tensor:
+        gradient = self._gradients[number]
+        if first:
+            return gradient
+        longest = max(g.numel() for g in self._gradients)
+        return self._spare.pop() if self._spare else self._empty(longest, gradient.dtype)
+
+    def landed(self, number: int, landing: Tensor, first: bool, copied: Any) -> None:
+        if not first:
+            copied.synchronize()
+            gradient = self._gradients[number]
+            gradient.add_(landing[: gradient.numel()])
+            self._spare.append(landing)
+
+    def norm(self, number: int) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(self._gradients[number], dtype=torch.float32)
+        return norm
+
+    def piece(self, number: int, start: int, stop: int) -> Tensor:
+        return self._gradients[number][start:stop]
+
+    def _empty(self, n_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=self._pinned)
+
+
+class DeviceWeights:
+    """The weights stay on the device; new values go there through two buffers of the largest one's size."""
+
+    N_BUFFERS = 2
+
+    def __init__(self, weights: Iterable[nn.Parameter], device: torch.device) -> None:
+        weights = list(weights)
+        self._module = device_module(device)
+        self._compute, self._h2d = self._module.current_stream(), self._module.Stream()
+        self._longest = max(weight.numel() for weight in weights)
+        self._dtype, self._pinned = weights[0].dtype, device.type != "cpu"
+        self._buffers: deque[tuple[Tensor, Any]] = deque()
+
+    def read(self, weight: nn.Parameter) -> Tensor:
+        return weight.detach().flatten().to("cpu", copy=True)
+
+    def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None:
+        buffer = self._buffer()
+        filled = buffer[: piece.numel()].copy_(piece)
+        target = weight.detach().view(-1)[start : start + piece.numel()]
+        self._h2d.wait_event(recorded(self._module, self._compute))  # the old values have been read
+        with self._module.stream(self._h2d):
+            target.copy_(filled, non_blocking=True)
+        self._buffers.append((buffer, recorded(self._module, self._h2d)))
+
+    def written(self, weight: nn.Parameter) -> None:
+        self._compute.wait_event(recorded(self._module, self._h2d))
+
+    def _buffer(self) -> Tensor:
+        """One that nothing is copied from any more."""
+        if len(self._buffers) < self.N_BUFFERS:
+            return torch.empty(
+                self._longest, dtype=self._dtype, device="cpu", pin_memory=self._pinned
+            )
+        buffer, copied = self._buffers.popleft()
+        copied.synchronize()
+        return buffer
+
+
+def recorded(module: Any, stream: Any) -> Any:
+    """An event on `stream`, now."""
+    event = module.Event()
+    event.record(stream)
+    return event
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One parameter."""
+
+    number: int
+    weight: nn.Parameter
+    group: dict[str, Any]
+    filled: bool = False
+    """A gradient of this window is on the host, or on its way."""
+    arrived: Any = None
+    """Event: it is there."""
+    norm: Tensor | None = None
+    lr: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    slot: _Slot
+    gradient: Tensor
+    """On the device, until it has been copied."""
+    landing: Tensor
+    first: bool
+    copied: Any
+
+
+class HostOptimizer:
+    """Steps on the host what is in `groups`. `start` before the first window.
+
+    `accumulate`: gradients leave after every micro-batch; else only in the last backward of a window. Numbers are those
+    of the optimizer on the device: the same sums in the same order, factor and step in fp32.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        device: torch.device,
+        accumulate: bool,
+        weights: WeightHome,
+        states: StateHome,
+        gradients: GradientHome,
+    ) -> None:
+        self.param_groups = groups
+        self._device, self._accumulate = device, accumulate
+        self._weights, self._states, self._gradients = weights, states, gradients
+        self._module = device_module(device)
+        self._compute, self._d2h = self._module.current_stream(), self._module.Stream()
+        self._slots: dict[nn.Parameter, _Slot] = {}
+        for group in groups:
+            for weight in group["params"]:
+                self._slots[weight] = _Slot(0, weight, group)
+        # In the model's order, which is that of the forward pass.
+        self._order: list[_Slot] = []
+        self._leaving: deque[_Leaving] = deque()
+        self._leaving_bytes = 0
+        self._final = True
+        self._next = 0
+        self._factor: Tensor | None = None
+
+    def start(self, order: Iterable[nn.Parameter]) -> None:
+        """Take the weights as they are. `order` is that in which forward reads them."""
+        self._order = [self._slots[weight] for weight in order if weight in self._slots]
+        self._next = len(self._order)
+        for number, slot in enumerate(self._order):
+            slot.number = number
+            self._add(slot)
+            hook = partial(self._on_gradient, slot)
+            slot.weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        largest = max(
+            slot.weight.numel() * gradient_dtype(slot.weight).itemsize for slot in self._order
+        )
+        self._under_way_bytes = 2 * largest
+
+    def _add(self, slot: _Slot) -> None:
+        host = self._weights.read(slot.weight)
+        settings = {key: value for key, value in slot.group.items() if key != "params"}
+        self._gradients.add(host.numel(), gradient_dtype(slot.weight))
+        self._states.add(host.float().view(slot.weight.shape), settings)
+
+    # Backward: gradients leave
+
+    def begin(self, final: bool, learns: bool) -> None:
+        self._final = final
+
+    @torch.no_grad()
+    def _on_gradient(self, slot: _Slot, weight: nn.Parameter) -> None:
+        if self._final or self._accumulate:
+            self._leave(slot)
+
+    def _leave(self, slot: _Slot) -> None:
+        gradient, slot.weight.grad = slot.weight.grad, None
+        assert gradient is not None
+        self.ready([slot.weight])  # a step that still needs the buffer
+        first, slot.filled = not slot.filled, True
+        whole = first and self._final
+        slot.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) if whole else None
+        landing = self._gradients.landing(slot.number, first)
+        self._d2h.wait_event(recorded(self._module, self._compute))
+        with self._module.stream(self._d2h):
+            target = landing[: gradient.numel()].view(gradient.shape)
+            target.copy_(gradient, non_blocking=True)
+        slot.arrived = recorded(self._module, self._d2h)
+        self._leaving.append(_Leaving(slot, gradient, landing, first, slot.arrived))
+        self._leaving_bytes += gradient.nbytes
+        while self._leaving_bytes > self._under_way_bytes:
+            self._land()
+
+    def _land(self) -> None:
+        """Let the oldest gradient go, when it has been copied."""
+        leaving = self._leaving.popleft()
+        self._leaving_bytes -= leaving.gradient.nbytes
+        self._compute.wait_event(leaving.copied)
+        self._gradients.landed(leaving.slot.number, leaving.landing, leaving.first, leaving.copied)
+
+    def norms(self) -> dict[nn.Parameter, Tensor]:
+        self.settle()
+        for slot in self._order:
+            if slot.weight.grad is not None:
+                self._leave(slot)
+        while self._leaving:
+            self._land()
+        return {slot.weight: self._norm(slot) for slot in self._order if slot.filled}
+
+    def _norm(self, slot: _Slot) -> Tensor:
+        if slot.norm is None:
+            slot.arrived.synchronize()
+            slot.norm = self._gradients.norm(slot.number).to(self._device)
+        return slot.norm
+
+    # The step, put off until the weights are read
+
+    def step(self, factor: Tensor | None, skip: Tensor, again: Callable[[], object]) -> None:
+        self._factor = None if factor is None else factor.to("cpu")
+        if skip.to("cpu").item():
+            self._forget()
+            return
+        for slot in self._order:
+            slot.lr = slot.group["lr"]
+        self._next = 0
+
+    def _forget(self) -> None:
+        for slot in self._order:
+            slot.filled, slot.norm = False, None
+
+    def ready(self, weights: Iterable[nn.Parameter]) -> None:
+        """The compute stream reads these (and those before them) no earlier than their new values are there."""
+        slots = [self._slots[weight].number for weight in weights if weight in self._slots]
+        while self._next <= max(slots, default=-1):
+            self._next += 1
+            self._step(self._order[self._next - 1])
+
+    def is_due(self, weights: Iterable[nn.Parameter]) -> bool:
+        """Whether `ready` would change one of them."""
+        slots = (self._slots[weight] for weight in weights if weight in self._slots)
+        return any(slot.filled and slot.number >= self._next for slot in slots)
+
+    def settle(self) -> None:
+        self.ready(self._slots)
+
+    @torch.no_grad()
+    def _step(self, slot: _Slot) -> None:
+        if not slot.filled:
+            return
+        slot.arrived.synchronize()
+        gradient = partial(self._scaled_piece, slot.number)
+        for start, values in self._states.step(slot.number, slot.lr, gradient):
+            self._weights.write(slot.weight, start, values)
+        self._weights.written(slot.weight)
+        slot.filled, slot.norm = False, None
+
+    def _scaled_piece(self, number: int, start: int, stop: int) -> Tensor:
+        """Factor x gradient in fp32."""
+        gradient = self._gradients.piece(number, start, stop).float()
+        if self._factor is not None and self._factor.item() != 1:
+            gradient.mul_(self._factor)
+        return gradient
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        self.settle()
+        return self._states.state(self._slots[parameter].number)
+
+    def load_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
+        self._states.load_state(self._slots[parameter].number, state, self._weights.read(parameter))
+
+
+def tell_before_reading(
+    model: Transformer, ready: Callable[[Iterable[nn.Parameter]], None]
+) -> None:
+    """Call `ready` with the weights of embedding, every segment and head, each just before they are read."""
+    front = list(model.embedding.parameters())
+    front += model.positions.parameters() if model.positions is not None else []
+    back = [*model.norm.parameters(), *model.head.parameters()]
+    model.register_forward_pre_hook(lambda *_: ready(front))
+    model.norm.register_forward_pre_hook(lambda *_: ready(back))
+    for index, segment in enumerate(model.segments):
+        blocks = nn.ModuleList(model.blocks[number] for number in segment.blocks)
+        model.segments[index] = _told(segment, list(blocks.parameters()), ready)
+
+
+def _told(
+    segment: Segment, weights: list[nn.Parameter], ready: Callable[[Iterable[nn.Parameter]], None]
+) -> Segment:
+    def run(x: Tensor, rotary: Tensor | None) -> Tensor:
+        ready(weights)
+        return segment(x, rotary)
+
+    return Segment(segment.blocks, run)
