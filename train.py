@@ -18,10 +18,14 @@ from omegaconf.errors import OmegaConfBaseException
 from memtrain import errors, sweep
 from memtrain.config import folder_name
 from memtrain.planner.child import PlannerProcess
+from memtrain.run_folder import resumed_folder
+
+RUNS = Path(__file__).resolve().parent / "outputs" / "runs"
 
 OmegaConf.register_new_resolver("project_root", lambda: str(Path(__file__).resolve().parent))
 OmegaConf.register_new_resolver("process_id", os.getpid)
 OmegaConf.register_new_resolver("folder_name", folder_name)  # checked before Hydra makes the folder
+OmegaConf.register_new_resolver("run_folder", lambda *parts: resumed_folder(RUNS, *parts))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")  # type: ignore[untyped-decorator]

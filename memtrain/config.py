@@ -305,8 +305,11 @@ class Config:
     eval_sequences: Positive
     """Held-out sequences per validation, however they fall into micro-batches."""
     save_every: NonNegative
-    keep: int
+    """Steps between checkpoints, and one at the end; 0: only when a signal stops the run."""
+    keep: Annotated[int, Range(low=-1)]
+    """Checkpoints that stay beside the one with the least validation loss: the last so many; -1: all."""
     resume: str | None
+    """Go on with a run: latest (of this `name`), a run's folder or a checkpoint's; null: start a new one."""
     compile: Literal["off", "blocks", "model"]
     """What torch.compile makes kernels for: each block, or all from token ids to hidden states; never the loss."""
     plan: Literal["on", "off"]
@@ -638,6 +641,13 @@ ELEMENTWISE = ("adamw", "lion", "sgd")
 """Optimizers whose state is fp32, entry by entry: any part of a parameter can be stepped by itself."""
 
 
+def _checkpoints_can_be_kept(config: Config) -> None:
+    if config.keep == 0:
+        raise UserError("keep=0: would keep no checkpoint; use 1 or more, or -1 for all")
+    if config.resume is not None and config.task != "train":
+        raise UserError(f"resume={config.resume}: task={config.task} trains nothing; drop it")
+
+
 def _offload_is_complete(config: Config) -> None:
     offload = config.offload
     key = f"offload={offload.mode}"
@@ -697,15 +707,6 @@ def _not_built_yet(config: Config) -> None:
     for key, value, refused in (("precision", config.precision.name, ("fp8",)),):
         if value in refused:
             raise UserError(f"{key}={value}: not available in this version")
-    defaults: tuple[tuple[str, object, object], ...] = (
-        ("save_every", config.save_every, 0),
-        ("keep", config.keep, 1),
-        ("resume", config.resume, None),
-    )
-    for key, given, default in defaults:
-        if given != default:
-            shown = "null" if default is None else str(default).lower()
-            raise UserError(f"{key}={given}: not available in this version; leave it at {shown}")
 
 
 RULES: tuple[Callable[[Config], None], ...] = (
@@ -722,6 +723,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _compiles_with,
     _blocks_are_named,
     _policies_do_not_collide,
+    _checkpoints_can_be_kept,
     _offload_is_complete,
     _masters_are_optional_here,
     _steps_in_backward,

@@ -1,11 +1,13 @@
 """The device a run uses, through torch's device modules: the CPU, CUDA and a phantom run the same lines."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memtrain.errors import UserError
 
@@ -86,3 +88,24 @@ def _cgroup_bytes(name: str) -> int | None:
     path = Path("/sys/fs/cgroup") / name
     text = path.read_text(encoding="ascii").strip() if path.exists() else "max"
     return int(text) if text.isdigit() else None
+
+
+def placed(state: Mapping[str, Tensor], target: Tensor, fused: bool) -> dict[str, Any]:
+    """A saved state as the optimizer of `target` keeps it: there, in its type, without the master of another mode.
+
+    Step counts stay on the host unless the kernel reads them (torch.optim.Optimizer.load_state_dict); what an optimizer
+    keeps in 8 bits stays so; a whole number is a number.
+    """
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == "master":
+            continue
+        if value.ndim == 0 and not value.is_floating_point():
+            found[name] = int(value)
+        elif name == "step":
+            found[name] = value.to(target.device if fused else "cpu", copy=True)
+        elif value.shape == target.shape and value.is_floating_point():
+            found[name] = value.to(target.device, target.dtype, copy=True)
+        else:
+            found[name] = value.to(target.device, copy=True)
+    return found

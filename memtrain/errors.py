@@ -13,5 +13,17 @@ class UserError(ValueError):
     """Something the user chose or supplied cannot work: one line with what, where and the remedy."""
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
+class Stopped(RuntimeError):
+    """A signal asked the run to end, and it has saved. `code` is the exit code."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class NotFiniteError(RuntimeError):
     """Too many steps in a row had a loss or gradient that is not finite."""

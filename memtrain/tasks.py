@@ -20,11 +20,12 @@ from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
 from memtrain.engine import build
-from memtrain.engine.checkpoint import WEIGHTS, load_weights, save_weights
+from memtrain.engine.checkpoint import Checkpoints, load_weights, save_weights
 from memtrain.engine.generate import generate as generate_tokens
-from memtrain.engine.loop import mean_loss
+from memtrain.engine.loop import Progress, mean_loss
 from memtrain.engine.loop import train as train_loop
 from memtrain.engine.optimizers import state_bytes_per_parameter
+from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, restore
 from memtrain.engine.step import TrainStep
 from memtrain.errors import (
     EXIT_FAILED,
@@ -32,6 +33,8 @@ from memtrain.errors import (
     EXIT_OUT_OF_MEMORY,
     EXIT_REFUSED,
     NotFiniteError,
+    SaveError,
+    Stopped,
     UserError,
 )
 from memtrain.memory import file_store
@@ -40,9 +43,19 @@ from memtrain.model.transformer import Dimensions, Transformer, count_parameters
 from memtrain.planner import budget
 from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
-from memtrain.report import console, formats, planned
+from memtrain.report import console, formats, planned, tables
 from memtrain.report.board import Board
 from memtrain.report.recorder import METRICS, Recorder, write_json
+from memtrain.run_folder import (
+    CONFIG,
+    WEIGHTS,
+    damaged,
+    find_checkpoint,
+    locked,
+    newest,
+    step_of,
+)
+from memtrain.stop import StopRequest
 from memtrain.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("memtrain")
@@ -64,24 +77,25 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
 
     Returns the sweep's metric. Ends the process with the exit code of `memtrain.errors` if the task fails.
     """
-    if (place.folder / METRICS).exists():
+    resumes = tree.get("resume") is not None and newest(place.folder) is not None
+    if (place.folder / METRICS).exists() and not resumes:
         console.print_error(
             f"hydra.run.dir={place.folder}: holds a run already; choose another folder"
         )
         sys.exit(EXIT_REFUSED)
     place.folder.mkdir(parents=True, exist_ok=True)
-    (place.folder / "config.yaml").write_text(
-        yaml.safe_dump(tree, sort_keys=False), encoding="utf-8"
-    )
+    if not resumes:
+        write_config(tree, place.folder)
     summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
     summary |= {"overrides": place.overrides, "run_dir": str(place.folder)}
     try:
-        config = config_module.parse(tree)
-        for warning in config_module.no_effect_warnings(config):
-            console.print_warning(warning)
-            log.warning(warning)
-        summary |= TASKS[config.task](config, place)
-        summary["metric"] = summary.get(config.sweep.metric)
+        with locked(place.folder):
+            config = config_module.parse(tree)
+            for warning in config_module.no_effect_warnings(config):
+                console.print_warning(warning)
+                log.warning(warning)
+            summary |= TASKS[config.task](config, place)
+            summary["metric"] = summary.get(config.sweep.metric)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         status, code = outcome(error)
         summary |= {"status": status, "error": " ".join(str(error).split()) or status}
@@ -89,15 +103,20 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
         if code is None:
             raise
         console.print_error(summary["error"])
-        if code == EXIT_FAILED:
+        if status == "failed":
             traceback.print_exc()
         sys.exit(code)
     finally:
-        write_json(place.folder / "summary.json", summary)
+        if not (resumes and summary["status"] == "refused"):  # the run is as it was
+            write_json(place.folder / "summary.json", summary)
         if place.planner:
             place.planner.close()
     metric: float | None = summary["metric"]
     return metric
+
+
+def write_config(tree: dict[str, Any], folder: Path) -> None:
+    (folder / CONFIG).write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
 
 def outcome(error: BaseException) -> tuple[str, int | None]:
@@ -109,6 +128,10 @@ def outcome(error: BaseException) -> tuple[str, int | None]:
         return "refused", EXIT_REFUSED
     if isinstance(error, torch.OutOfMemoryError):
         return "out_of_memory", EXIT_OUT_OF_MEMORY
+    if isinstance(error, Stopped):
+        return "interrupted", error.code
+    if isinstance(error, SaveError):
+        return "not_saved", EXIT_FAILED
     if isinstance(error, NotFiniteError):
         return "not_finite", EXIT_NOT_FINITE
     return "failed", EXIT_FAILED
@@ -127,8 +150,9 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     found = plan_run(config, place, dimensions.vocab_size, device)
     try:
         summary = predicted_figures(found)
+        chosen = asdict(config)
         with own_nvme_folder(config, place) as config:
-            summary |= train_model(config, place, device, data, dimensions, loader)
+            summary |= train_model(config, chosen, place, device, data, dimensions, loader)
     except torch.OutOfMemoryError as error:
         explain_out_of_memory(config, place, dimensions.vocab_size, device, found, error)
         raise
@@ -140,33 +164,54 @@ def train(config: Config, place: Place) -> dict[str, Any]:
 
 def train_model(
     config: Config,
+    chosen: dict[str, Any],
     place: Place,
     device: torch.device,
     data: build.Data,
     dimensions: Dimensions,
     loader: Loader | RandomTokens,
 ) -> dict[str, Any]:
-    """Build, train, save, sample; the summary's figures come back."""
+    """Build, train, save, sample; the summary's figures come back. `chosen` is the config that checkpoints keep."""
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
+    progress, checkpoints = Progress(), Checkpoints(place.folder, config.keep)
+    step.before_change = checkpoints.before_change
+    if config.resume:
+        progress = resume(config, chosen, place, step, model, loader)
+    if data.tokenizer:
+        data.tokenizer.save(place.folder / "tokenizer.json")
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
+    config_text = yaml.safe_dump(chosen, sort_keys=False)
+
+    def save(progress: Progress, val_loss: float | None) -> None:
+        recorder.flush()
+        checkpoints.save(capture(step, model, loader, progress, val_loss, config_text))
+
     with (
-        console.Progress(config.steps) as progress,
-        Recorder(place.folder, progress.update, *flops) as recorder,
+        console.Progress(config.steps) as bar,
+        Recorder(place.folder, bar.update, *flops, progress.steps) as recorder,
+        checkpoints,
+        StopRequest() as stop,
     ):
         train_loop(
             step,
             loader,
             build.build_schedule(config),
             config.steps,
+            progress=progress,
+            save=save,
+            save_every=config.save_every,
+            stop=lambda: bool(stop.requested),
             evaluate=evaluation(config, step, data),
             observe=recorder,
             log_every=config.log_every,
             eval_every=config.eval_every,
             max_skipped=config.optimizer.max_skipped,
         )
+        checkpoints.wait()
+        stop.raise_if_requested(f"step {progress.steps}")
         step.settle()
         save_weights(model, place.folder)
         summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
@@ -176,6 +221,39 @@ def train_model(
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
     return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
+
+
+def resume(
+    config: Config,
+    chosen: dict[str, Any],
+    place: Place,
+    step: TrainStep,
+    model: Transformer,
+    loader: Loader | RandomTokens,
+) -> Progress:
+    """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""
+    assert config.resume
+    checkpoint = find_checkpoint(config.resume, place.folder.parent, place.base)
+    if checkpoint is None:
+        where = place.folder.parent if config.resume == "latest" else config.resume
+        raise UserError(f"resume={config.resume}: no whole checkpoint in {where}; start without it")
+    for path in damaged(checkpoint.parent.parent):
+        console.print_warning(f"{path}: not whole; left alone")
+    old = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    found = changes(old, chosen)
+    check_changes(found, old, chosen)
+    if step_of(checkpoint) > config.steps:
+        raise UserError(
+            f"steps={config.steps}: {checkpoint} is at step {step_of(checkpoint)}; raise steps to go on"
+        )
+    progress = restore(checkpoint, step, model, loader)
+    console.print_header([f"resumed    {checkpoint}, step {progress.steps} of {config.steps}"])
+    if found:
+        console.print_table(tables.changes_table(found))
+    if any(key in ROUNDING for key, _, _ in found):
+        console.print_warning("the same window in other micro-batches is rounded differently")
+    write_config(chosen, place.folder)
+    return progress
 
 
 def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:
@@ -210,10 +288,8 @@ def what_was_learned(
     found: dict[str, Any] = {"vocab_size": model.dimensions.vocab_size}
     if data.train is not None:
         found["unigram_entropy"] = unigram_entropy(data.train, data.vocab_size)
-    if data.tokenizer:
-        data.tokenizer.save(place.folder / "tokenizer.json")
-        if config.generate.tokens:
-            found["sample"] = sample(config, model, data.tokenizer)
+    if data.tokenizer and config.generate.tokens:
+        found["sample"] = sample(config, model, data.tokenizer)
     return found
 
 
@@ -497,10 +573,15 @@ def generate(config: Config, place: Place) -> dict[str, Any]:
     """Continue `generate.prompt` with a finished run."""
     folder = finished_run(config, place)
     model = load_weights(folder, select_device(config.device))
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(run_folder_of(folder) / "tokenizer.json")
     text = sample(config, model, tokenizer)
     console.print_header([f"from {folder}", "", console.printable(text)])
     return {"sample": text, "from": str(folder), "parameters": count_parameters(model)}
+
+
+def run_folder_of(folder: Path) -> Path:
+    """The run that `folder`, a run's or a checkpoint's, belongs to."""
+    return folder if (folder / "tokenizer.json").exists() else folder.parent.parent
 
 
 def finished_run(config: Config, place: Place) -> Path:

@@ -1,32 +1,325 @@
-"""Weights on disk: safetensors with the model's own parameter names, and its dimensions beside them."""
+"""A run on disk: weights, optimizer state and everything else it needs to go on bit for bit.
 
+    checkpoints/step_00000200/
+      model.safetensors      weights by the model's own names, a tied head once; what other programs read
+      model.json             its dimensions
+      optimizer.safetensors  <parameter>/<name>, and <parameter>/master where a weight has an fp32 master
+      state.pt               counters, loss scale, data position, random states: `torch.load(..., weights_only=True)`
+      config.yaml            what was chosen
+      meta.json              step and validation loss, for choosing between checkpoints
+
+A folder has that name only when all of it is on the disk: it is written under another, synced and renamed.
+"""
+
+import io
 import json
 import os
-from dataclasses import asdict
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
-from memtrain.errors import UserError
+from memtrain.device import free_host_bytes
+from memtrain.errors import SaveError, UserError
 from memtrain.model.transformer import Dimensions, Transformer
+from memtrain.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DIMENSIONS,
+    META,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    complete,
+    newest,
+    read_meta,
+    step_name,
+)
 
-WEIGHTS, DIMENSIONS = "model.safetensors", "model.json"
+CHUNK_BYTES = 2**26
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of the safetensors format (github.com/huggingface/safetensors, README, "Format")."""
 
 
-def save_weights(model: Transformer, folder: Path) -> None:
-    """Written under a temporary name and renamed. A tied head is stored once, as the embedding."""
-    weights = {name: model.weight(p).cpu().contiguous() for name, p in model.named_parameters()}
-    temporary = folder / f".{WEIGHTS}.{os.getpid()}"
-    save_file(weights, temporary)
-    temporary.replace(folder / WEIGHTS)
-    text = json.dumps(asdict(model.dimensions), indent=2)
-    (folder / DIMENSIONS).write_text(text + "\n", encoding="utf-8")
+# --- a view of tensors that go on changing ------------------------------------------------------------------------
+
+
+class Snapshot:
+    """Tensors as they are now, read piece by piece by another thread while the owner goes on.
+
+    The owner calls `freeze` before it changes any of them: what has not been read by then is copied, or waited for
+    where host memory has no room for a copy.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._lock = threading.Lock()
+        self._frozen = False
+        self._all_read = threading.Event()
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of one tensor, in its order; then it is forgotten."""
+        n_elements, itemsize = self._tensors[name].numel(), self._tensors[name].element_size()
+        length = max(1, CHUNK_BYTES // itemsize)
+        for start in range(0, n_elements, length):
+            with self._lock:  # not while all of it is being copied
+                flat = self._tensors[name].detach().reshape(-1)
+                piece = flat[start : start + length].to("cpu", copy=True)
+            yield piece.view(torch.uint8).numpy().data
+        del self._tensors[name]
+
+    def finish(self) -> None:
+        """Nothing is read any more."""
+        self._all_read.set()
+
+    def freeze(self) -> None:
+        if self._frozen or self._all_read.is_set():
+            return
+        with self._lock:
+            left_bytes = sum(tensor.nbytes for tensor in list(self._tensors.values()))
+            if left_bytes < free_host_bytes() // 2:
+                for name, tensor in list(self._tensors.items()):
+                    self._tensors[name] = tensor.detach().to("cpu", copy=True)
+                self._frozen = True
+                return
+        self._all_read.wait()
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], snapshot: Snapshot, prefix: str
+) -> None:
+    """A safetensors file, one piece in memory at a time; `snapshot` knows the tensors as `prefix` + name."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = [offset, end]
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    pieces = (piece for name in tensors for piece in snapshot.chunks(prefix + name))
+    write_synced(path, [len(text).to_bytes(8, "little"), text], pieces)
+
+
+def write_synced(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            for piece in part:
+                while len(piece):  # a disk that fills up takes a part, then raises
+                    piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in it last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one checkpoint holds."""
+
+    step: int
+    val_loss: float | None
+    """Measured at this very step."""
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+    dimensions: Dimensions
+    config_text: str
+
+
+class Checkpoints:
+    """The checkpoints of one run: written behind the training, the last `keep` and the best kept.
+
+    `keep` -1 keeps all. Raises SaveError, from `save` or `wait`, if one could not be written; those before it are
+    still there.
+    """
+
+    def __init__(self, run_folder: Path, keep: int) -> None:
+        self.run_folder, self.folder = run_folder, run_folder / CHECKPOINTS
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None
+        self._error: OSError | None = None
+
+    def save(self, contents: Contents) -> None:
+        """Returns before it is written: call `before_change` before any of its tensors changes."""
+        self.wait()
+        tensors = {f"w/{name}": t for name, t in contents.weights.items()}
+        tensors |= {f"o/{name}": t for name, t in contents.optimizer.items()}
+        buffer = io.BytesIO()
+        torch.save(contents.state, buffer)
+        self._snapshot = Snapshot(tensors)
+        arguments = (contents, self._snapshot, buffer.getvalue())
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
+        self._thread.start()
+
+    def before_change(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.freeze()
+
+    def wait(self) -> None:
+        """Until what was saved is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self._snapshot = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            last = newest(self.run_folder)
+            raise SaveError(
+                f"{error.filename or self.folder}: the checkpoint could not be written ({error.strerror}); "
+                f"{f'{last.name} is the last complete one' if last else 'there is no complete one'}; "
+                "make room there and go on with resume=latest"
+            ) from error
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:  # what was saved shall be there; the error is what is told
+            self._thread.join()
+
+    def _run(self, contents: Contents, snapshot: Snapshot, state: bytes) -> None:
+        temporary = self.folder / f".{step_name(contents.step)}.{os.getpid()}"
+        try:
+            self._write(temporary, contents, snapshot, state)
+            final = self.folder / step_name(contents.step)
+            shutil.rmtree(final, ignore_errors=True)  # the same step, saved again
+            temporary.rename(final)
+            sync_folder(self.folder)
+            self._remove_old()
+        except OSError as error:
+            error.filename = error.filename or str(temporary)
+            self._error = error
+            shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            snapshot.finish()
+
+    def _write(self, folder: Path, contents: Contents, snapshot: Snapshot, state: bytes) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_tensors(folder / WEIGHTS, contents.weights, snapshot, "w/")
+        write_tensors(folder / OPTIMIZER, contents.optimizer, snapshot, "o/")
+        snapshot.finish()
+        meta = {"step": contents.step, "val_loss": contents.val_loss}
+        texts = {
+            DIMENSIONS: json.dumps(asdict(contents.dimensions), indent=2),
+            CONFIG: contents.config_text,
+            META: json.dumps(meta),
+        }
+        write_synced(folder / STATE, [state])
+        for name, text in texts.items():
+            write_synced(folder / name, [text.encode()])
+        sync_folder(folder)
+
+    def _remove_old(self) -> None:
+        """All but the last `keep` and the one with the least validation loss."""
+        if self._keep < 0:
+            return
+        found = complete(self.run_folder)
+        losses = {path: read_meta(path)["val_loss"] for path in found}
+        measured = {path: loss for path, loss in losses.items() if loss is not None}
+        kept = set(found[-self._keep :])
+        if measured:
+            kept.add(min(measured, key=lambda path: measured[path]))
+        for path in found:
+            if path not in kept:
+                remove(path)
+
+
+def remove(checkpoint: Path) -> None:
+    """Takes its name away first, so that half of it is never taken for all of it."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Counters, scale, position and random states. No code in the file is run."""
+    state: dict[str, Any] = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    return state
+
+
+def restore_tensors(
+    checkpoint: Path,
+    model: Transformer,
+    load: Callable[[str, dict[str, Tensor], Tensor], None],
+) -> None:
+    """Put the weights back, and hand `load` (name, optimizer state, weight) of one parameter after the other.
+
+    The weight is its fp32 master, if it has one. Raises UserError before anything is changed if names or shapes differ.
+    """
+    with (
+        safe_open(checkpoint / WEIGHTS, "pt") as weights,
+        safe_open(checkpoint / OPTIMIZER, "pt") as optimizer,
+    ):
+        parameters = dict(model.named_parameters())
+        names = weights.keys()
+        shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+        check_shapes(checkpoint / WEIGHTS, shapes, model)
+        kept: dict[str, list[str]] = {name: [] for name in parameters}
+        for key in list(optimizer.keys()):
+            name, _, own = key.rpartition("/")
+            kept[name].append(own)
+        for name, parameter in parameters.items():
+            state = {own: optimizer.get_tensor(f"{name}/{own}") for own in kept[name]}
+            full = state.get("master", weights.get_tensor(name))
+            model.set_weight(parameter, full)
+            load(name, state, full)
+
+
+def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], model: Transformer) -> None:
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise UserError(
+            f"{path}: {len(missing)} weights missing, {len(unknown)} unknown, first {(missing or unknown)[0]}"
+        )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise UserError(f"{path}: {name} is {found[name]}, the model has {shape}")
 
 
 def load_weights(folder: Path, device: torch.device) -> Transformer:
-    """The model of a finished run, in evaluation mode. Raises UserError where the files are missing or do not fit."""
+    """The model of a finished run or of a checkpoint, in evaluation mode. Raises UserError where files do not fit."""
     try:
         dimensions = Dimensions(**json.loads((folder / DIMENSIONS).read_text(encoding="utf-8")))
         weights = load_file(folder / WEIGHTS)
@@ -36,15 +329,19 @@ def load_weights(folder: Path, device: torch.device) -> Transformer:
         ) from error
     with torch.device("meta"):
         model = Transformer(dimensions)
-    wanted = {name for name, _ in model.named_parameters()}
-    missing, unknown = sorted(wanted - weights.keys()), sorted(weights.keys() - wanted)
-    if missing or unknown:
-        first = (missing or unknown)[0]
-        raise UserError(
-            f"{folder / WEIGHTS}: {len(missing)} weights missing, {len(unknown)} unknown, first {first}"
-        )
+    check_shapes(folder / WEIGHTS, {name: tuple(t.shape) for name, t in weights.items()}, model)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie()
     model = model.to(device)
     model.tie()
     return model.eval()
+
+
+def save_weights(model: Transformer, folder: Path) -> None:
+    """The finished model, written under a temporary name and renamed. A tied head is stored once, as the embedding."""
+    weights = {name: model.weight(p) for name, p in model.named_parameters()}
+    temporary = folder / f".{WEIGHTS}.{os.getpid()}"
+    write_tensors(temporary, weights, Snapshot(weights), "")
+    temporary.replace(folder / WEIGHTS)
+    text = json.dumps(asdict(model.dimensions), indent=2)
+    (folder / DIMENSIONS).write_text(text + "\n", encoding="utf-8")

@@ -34,16 +34,25 @@ def train(
     schedule: Schedule,
     steps: int,
     *,
+    progress: Progress | None = None,
+    save: Callable[[Progress, float | None], None] | None = None,
+    save_every: int = 0,
+    stop: Callable[[], bool] = lambda: False,
     evaluate: Callable[[], float] | None,
     observe: Callable[[Record], None],
     log_every: int,
     eval_every: int,
     max_skipped: int,
 ) -> Progress:
-    """Train for `steps` windows. Raises NotFiniteError after `max_skipped` skipped steps in a row."""
-    progress, clock = Progress(), Clock()
+    """Train until `steps` windows have been, from `progress` on. Raises NotFiniteError after `max_skipped` skipped
+    steps in a row.
+
+    `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
+    after the one in which `stop` became true.
+    """
+    progress, clock = progress or Progress(), Clock()
     reset_peaks(step.device)
-    for window in take(windows, steps):
+    for window in take(windows, steps - progress.steps):
         learning_rate = set_learning_rate(step, schedule(progress.stepped))
         loss, grad_norm, stepped = step(window).tolist()  # the one wait for the device
         count(progress, window, bool(stepped))
@@ -60,6 +69,11 @@ def train(
             observe(record)
             reset_peaks(step.device)
             clock.restart()
+        stopping = stop()
+        if save and (stopping or (save_every and (last or is_due(progress.steps, save_every)))):
+            save(progress, record.get("val_loss"))
+        if stopping:
+            return progress
         if progress.skipped_in_a_row >= max_skipped:
             raise NotFiniteError(
                 f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "

@@ -1,6 +1,6 @@
 """One optimizer step over one window of micro-batches. Nothing here waits for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,14 +33,19 @@ class TrainStep:
     """What autocast computes in; None: the weights' own type."""
     clip: float
     """Largest gradient norm; 0: no clipping."""
+    before_change: Callable[[], None] = lambda: None
+    """Called when weights and optimizer state are about to change."""
 
     def __call__(self, window: Sequence[Batch]) -> Tensor:
+        if any(update.steps_in_backward for update in self.updates):
+            self.before_change()
         loss = self.accumulate(window)
         norm = self._unscaled_norm()
         learns = any(batch.n_targets for batch in window)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         stepped = finite if learns else torch.zeros_like(finite)
         factor, skip = self._factor(norm), (~stepped).float()
+        self.before_change()
         for update in self.updates:
             update.step(factor, skip, partial(self.accumulate, window))
         self.scaler.update()

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memtrain.device import placed
+
 State = dict[str, Tensor]
 """Optimizer state of one parameter, by torch's names; `master` is its fp32 copy, where there is one."""
 
@@ -16,6 +18,8 @@ class Update(Protocol):
 
     param_groups: list[dict[str, Any]]
     """As in torch.optim; `lr` is what the schedule sets."""
+    steps_in_backward: bool
+    """Weights change before `step` is called."""
 
     def begin(self, final: bool, learns: bool) -> None:
         """A micro-batch is next. `final`: with it the gradient is whole. `learns`: the window has targets."""
@@ -41,6 +45,8 @@ class Update(Protocol):
 
 class PlainUpdate:
     """One torch optimizer over all parameters, where they are."""
+
+    steps_in_backward = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -68,7 +74,8 @@ class PlainUpdate:
         return dict(self.optimizer.state.get(parameter, {}))
 
     def load_state(self, parameter: nn.Parameter, state: State) -> None:
-        self.optimizer.state[parameter] = dict(state)
+        (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        self.optimizer.state[parameter] = placed(state, parameter, bool(group.get("fused")))
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         parameters = (p for group in self.param_groups for p in group["params"])

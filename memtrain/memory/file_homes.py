@@ -24,6 +24,7 @@ class Store(Protocol):
     def read(self, name: str, out: Tensor, offset: int = 0) -> None: ...
     def write(self, name: str, source: Tensor, offset: int = 0) -> None: ...
     def wait(self, tensor: Tensor) -> None: ...
+    def map(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,14 @@ class FileState:
             yield piece.start, master
 
     def state(self, number: int) -> dict[str, Tensor]:
+        """Mapped from the files: nothing is read before it is used."""
         first = self._pieces[self._first[number]]
         if first not in self._counters:
             return {}
         shape = self._shapes[number]
-        read = {name: self._read_all(number, name).view(shape) for name in (MASTER, *self._moments)}
-        return {**self._counters[first], **read}
+        names = (MASTER, *self._moments)
+        mapped = {name: self._store.map(f"{number}.{name}").view(shape) for name in names}
+        return {**self._counters[first], **mapped}
 
     def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
         self._ahead.clear()
@@ -139,12 +142,6 @@ class FileState:
         flat = values.detach().reshape(-1).to("cpu", torch.float32)
         self._store.write(f"{number}.{name}", flat)
         self._store.wait(flat)
-
-    def _read_all(self, number: int, name: str) -> Tensor:
-        values = torch.empty(self._shapes[number].numel(), device="cpu")
-        self._store.read(f"{number}.{name}", values)
-        self._store.wait(values)
-        return values
 
 
 def fresh_state(make: MakeOptimizer) -> tuple[list[str], dict[str, Tensor]]:
@@ -242,10 +239,8 @@ class FileWeights:
         self._free[weight.numel()].append((self._reading.pop(weight), copied))
 
     def read(self, weight: nn.Parameter) -> Tensor:
-        values = torch.empty(weight.numel(), dtype=weight.dtype, device="cpu")
-        self._store.read(self._files[weight], values)
-        self._store.wait(values)
-        return values
+        """Mapped from the file: nothing is read before it is used."""
+        return self._store.map(self._files[weight])
 
     def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None:
         values = piece.to(weight.dtype, copy=True)

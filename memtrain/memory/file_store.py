@@ -118,6 +118,17 @@ class FileStore:
         for future in ended:
             future.result()
 
+    def map(self, name: str) -> Tensor:
+        """The file as a tensor, after the writes that are under way; to be read, until the next write."""
+        file = self._files[name]
+        if file.path not in self._made:  # never written; on the phantom nothing is
+            return torch.zeros(file.n_elements, dtype=file.dtype, device="cpu")
+        wait_all([future for transfer, future in self._running if transfer.path == file.path])
+        mapped: Tensor = torch.from_file(
+            str(file.path), shared=False, size=file.n_elements, dtype=file.dtype
+        )
+        return mapped
+
     def close(self) -> None:
         """Wait for what runs, drop what has not begun, remove the files and the folder; again is a no-op."""
         self._threads.shutdown(cancel_futures=True)

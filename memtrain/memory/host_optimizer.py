@@ -13,7 +13,7 @@
 - What the optimizer keeps lies in a `StateHome`: in memory, or in files.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.device import device_module
+from memtrain.device import device_module, placed
 from memtrain.model.layers import gradient_dtype
 from memtrain.model.transformer import Segment, Transformer
 
@@ -111,7 +111,7 @@ class MemoryState:
     def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
         master, optimizer = self._kept[number]
         master.view(-1).copy_(state[MASTER].view(-1) if MASTER in state else weight)
-        optimizer.state[master] = {name: value for name, value in state.items() if name != MASTER}
+        optimizer.state[master] = placed(state, master, fused=True)
 
 
 class MemoryGradients:
@@ -120,7 +120,8 @@ class MemoryGradients:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._gradients: list[Tensor] = []
-        self._spare: list[Tensor] = []
+        self._spare: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """By length."""
 
     def add(self, n_elements: int, dtype: torch.dtype) -> None:
         self._gradients.append(self._empty(n_elements, dtype))
@@ -129,15 +130,14 @@ class MemoryGradients:
         gradient = self._gradients[number]
         if first:
             return gradient
-        longest = max(g.numel() for g in self._gradients)
-        return self._spare.pop() if self._spare else self._empty(longest, gradient.dtype)
+        spare = self._spare[gradient.numel()]
+        return spare.pop() if spare else self._empty(gradient.numel(), gradient.dtype)
 
     def landed(self, number: int, landing: Tensor, first: bool, copied: Any) -> None:
         if not first:
             copied.synchronize()
-            gradient = self._gradients[number]
-            gradient.add_(landing[: gradient.numel()])
-            self._spare.append(landing)
+            self._gradients[number].add_(landing)
+            self._spare[landing.numel()].append(landing)
 
     def norm(self, number: int) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(self._gradients[number], dtype=torch.float32)
@@ -156,18 +156,17 @@ class DeviceWeights:
     N_BUFFERS = 2
 
     def __init__(self, weights: Iterable[nn.Parameter], device: torch.device) -> None:
-        weights = list(weights)
         self._module = device_module(device)
         self._compute, self._h2d = self._module.current_stream(), self._module.Stream()
-        self._longest = max(weight.numel() for weight in weights)
-        self._dtype, self._pinned = weights[0].dtype, device.type != "cpu"
+        self._longest = max((weight.numel() for weight in weights), default=0)
+        self._pinned = device.type != "cpu"
         self._buffers: deque[tuple[Tensor, Any]] = deque()
 
     def read(self, weight: nn.Parameter) -> Tensor:
         return weight.detach().flatten().to("cpu", copy=True)
 
     def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None:
-        buffer = self._buffer()
+        buffer = self._buffer(weight.dtype)
         filled = buffer[: piece.numel()].copy_(piece)
         target = weight.detach().view(-1)[start : start + piece.numel()]
         self._h2d.wait_event(recorded(self._module, self._compute))  # the old values have been read
@@ -178,12 +177,10 @@ class DeviceWeights:
     def written(self, weight: nn.Parameter) -> None:
         self._compute.wait_event(recorded(self._module, self._h2d))
 
-    def _buffer(self) -> Tensor:
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
         """One that nothing is copied from any more."""
         if len(self._buffers) < self.N_BUFFERS:
-            return torch.empty(
-                self._longest, dtype=self._dtype, device="cpu", pin_memory=self._pinned
-            )
+            return torch.empty(self._longest, dtype=dtype, device="cpu", pin_memory=self._pinned)
         buffer, copied = self._buffers.popleft()
         copied.synchronize()
         return buffer
@@ -227,6 +224,8 @@ class HostOptimizer:
     `accumulate`: gradients leave after every micro-batch; else only in the last backward of a window. Numbers are those
     of the optimizer on the device: the same sums in the same order, factor and step in fp32.
     """
+
+    steps_in_backward = False
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.device import device_module
+from memtrain.device import device_module, placed
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 Round = Callable[[Tensor, Tensor], None]
@@ -56,11 +56,10 @@ class _Kept:
 
     @state.setter
     def state(self, state: dict[str, Tensor]) -> None:
-        state = dict(state)
-        master = state.pop("master", None)
         if self._has_master:
-            self._target.copy_(self._weight if master is None else master)
-        self._optimizer.state[self._target] = state
+            self._target.copy_(state.get("master", self._weight))
+        fused = bool(self._optimizer.param_groups[0].get("fused"))
+        self._optimizer.state[self._target] = placed(state, self._target, fused)
 
 
 class _Rounded:
@@ -71,15 +70,15 @@ class _Rounded:
     ) -> None:
         self._weight, self._settings, self._make = weight.detach(), settings, make
         self._round = round_to
-        self.state: dict[str, Tensor] = {}
+        self._state: dict[str, Any] = {}
 
     def step(self, gradient: Tensor, lr: float, skip: Tensor) -> None:
         target = self._weight.float()
         optimizer = self._make([{**self._settings, "params": [target], "lr": lr}])
-        if self.state:
+        if self._state:
             optimizer.state[target] = {
                 name: value.float() if self._is_moment(value) else value
-                for name, value in self.state.items()
+                for name, value in self._state.items()
             }
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         target.grad = gradient
@@ -90,11 +89,19 @@ class _Rounded:
 
     def _keep(self, name: str, value: Tensor) -> None:
         if self._is_moment(value):
-            if name not in self.state:
-                self.state[name] = torch.empty_like(value, dtype=self._weight.dtype)
-            self._round(self.state[name], value)
+            if name not in self._state:
+                self._state[name] = torch.empty_like(value, dtype=self._weight.dtype)
+            self._round(self._state[name], value)
         else:
-            self.state[name] = value
+            self._state[name] = value
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[str, Tensor]) -> None:
+        self._state = placed(state, self._weight, fused=True)
 
     def _is_moment(self, value: Any) -> bool:
         return (
@@ -124,6 +131,7 @@ class PerParameter:
     ) -> None:
         self.param_groups = groups
         self._in_backward = in_backward
+        self.steps_in_backward = in_backward is not None
         self._clip = clip
         self._steppers: dict[nn.Parameter, _Stepper] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}

@@ -62,9 +62,15 @@ def make_block(d: Dimensions) -> Block:
     )
 
 
-class WeightReader(Protocol):
+class WeightHome(Protocol):
     def read(self, weight: nn.Parameter) -> Tensor:
         """Its values, flat, on the host."""
+
+    def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None:
+        """New values from flat index `start` on."""
+
+    def written(self, weight: nn.Parameter) -> None:
+        """It is complete."""
 
 
 class Transformer(nn.Module):
@@ -84,7 +90,7 @@ class Transformer(nn.Module):
         self.norm = make_norm(d.norm, d.dim, d.norm_eps, d.bias)
         self.head = nn.Linear(d.dim, d.vocab_size, bias=False)
         self.tie()
-        self.elsewhere: WeightReader | None = None
+        self.elsewhere: WeightHome | None = None
         self.segments = [Segment([index], block) for index, block in enumerate(self.blocks)]
 
     def tie(self) -> None:
@@ -123,6 +129,14 @@ class Transformer(nn.Module):
         if self.elsewhere is None:
             return parameter.detach()
         return self.elsewhere.read(parameter).view(parameter.shape)
+
+    @torch.no_grad()
+    def set_weight(self, parameter: nn.Parameter, values: Tensor) -> None:
+        if self.elsewhere is None:
+            parameter.copy_(values)
+        else:
+            self.elsewhere.write(parameter, 0, values.reshape(-1))
+            self.elsewhere.written(parameter)
 
 
 def make_transformer(

@@ -23,13 +23,22 @@ class Recorder:
         show: Callable[[dict[str, Any]], None],
         peak_flops: float,
         token_flops: int,
+        resumed_step: int = 0,
     ) -> None:
-        """`peak_flops` of the device for the compute type, 0 if not known; `token_flops` of the model."""
-        self.board = Board(folder)
+        """`peak_flops` of the device for the compute type, 0 if not known; `token_flops` of the model.
+
+        With `resumed_step` what an earlier process wrote of later steps is taken out: each step is there once.
+        """
+        self.board = Board(folder, resumed_step + 1 if resumed_step else None)
         self.summary: dict[str, Any] = {}
         self._show, self._peak_flops, self._token_flops = show, peak_flops, token_flops
-        self._metrics = (folder / METRICS).open("a", encoding="utf-8", buffering=1)
         self._seconds_s = self._tokens = 0.0
+        if resumed_step:
+            records = records_until(folder / METRICS, resumed_step)
+            for record in records:
+                self._summarise(record)
+            write_lines(folder / METRICS, records)
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> "Recorder":
         return self
@@ -49,6 +58,10 @@ class Recorder:
         self.board.scalars({k: v for k, v in record.items() if k in TAGS}, record["step"])
         self._summarise(record)
         self._show(record)
+
+    def flush(self) -> None:
+        """What was recorded is in the files: a checkpoint of this step may follow."""
+        self.board.writer.flush()
 
     def _extend(self, record: dict[str, Any]) -> dict[str, Any]:
         """With what follows from it: perplexity, utilisation, peaks of the run so far."""
@@ -81,6 +94,27 @@ class Recorder:
         summary["tokens_per_second"] = rate
         if self._peak_flops:
             summary["mfu"] = rate * self._token_flops / self._peak_flops
+
+
+def records_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The records of a metrics file up to `step`; a line that a kill cut off is none."""
+    records = []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= step:
+            records.append(record)
+    return records
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """Written under a temporary name and renamed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -187,3 +187,13 @@ def categories(phases: Iterable[Mapping[str, int]]) -> list[str]:
 
 def add_column(table: Table, name: str, justify: str) -> None:
     table.add_column(Text(name), justify="right" if justify == "right" else "left")
+
+
+def changes_table(changes: Iterable[tuple[str, Any, Any]]) -> Table:
+    """What a resumed run does otherwise: key, then, now."""
+    table = Table(title="changed since the checkpoint")
+    for column in ("key", "then", "now"):
+        table.add_column(column)
+    for key, then, now in changes:
+        table.add_row(key, str(then), str(now))
+    return table

@@ -57,6 +57,8 @@ COMBINATIONS = {
     "data=tokens": ["data.path", "data=tokens"],
     "data=tokens data.path=[a,b]": ["data.path", "one token file"],
     "tokenizer=file": ["tokenizer.path", "tokenizer=file"],
+    "keep=0": ["keep=0", "-1 for all"],
+    "resume=latest task=plan": ["resume=latest", "task=plan"],
     "offload=optimizer_nvme": ["offload=optimizer_nvme", "offload.nvme_dir=/mnt/nvme"],
     "offload=all_nvme offload.nvme_dir=/x optimizer=muon": ["offload=all_nvme", "optimizer=muon"],
     "offload=params compile=blocks": ["compile=blocks", "come and go", "offload=optimizer"],
@@ -87,8 +89,6 @@ COMBINATIONS |= {
 }
 NOT_AVAILABLE = [
     "precision=fp8",
-    "save_every=5",
-    "resume=latest",
 ]
 
 

@@ -1,0 +1,149 @@
+"""What a run is at the end of a window, taken from its parts and put back into them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.device import device_module
+from memtrain.engine.checkpoint import Contents, read_state, restore_tensors
+from memtrain.engine.loop import Progress
+from memtrain.engine.step import TrainStep
+from memtrain.engine.update import Update
+from memtrain.errors import UserError
+from memtrain.model.transformer import Transformer
+
+FIXED = (
+    "seed",
+    "seq_len",
+    "model.",
+    "data.source",
+    "data.path",
+    "data.val_fraction",
+    "data.shuffle",
+    "data.vocab_size",
+    "data.pack",
+    "data.document_mask",
+    "tokenizer.",
+    "optimizer.name",
+)
+"""Keys that make another run: another model, other data, another state."""
+FREE_IN_FIXED = ("model.mlp_chunks", "model.mlp_chunk_blocks", "model.dropout")
+ROUNDING = ("micro_batch", "accum")
+"""Keys whose product is fixed: the same window in other pieces gives the same sums, rounded differently."""
+
+
+class Positioned(Protocol):
+    def state_dict(self) -> dict[str, int]: ...
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def capture(
+    step: TrainStep,
+    model: Transformer,
+    loader: Positioned,
+    progress: Progress,
+    val_loss: float | None,
+    config_text: str,
+) -> Contents:
+    step.settle()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = {
+        f"{names[parameter]}/{own}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for update in step.updates
+        for parameter in parameters_of(update)
+        for own, value in update.state(parameter).items()
+    }
+    return Contents(
+        step=progress.steps,
+        val_loss=val_loss,
+        weights={name: model.weight(parameter) for parameter, name in names.items()},
+        optimizer=optimizer,
+        state={
+            "progress": asdict(progress),
+            "scaler": step.scaler.state_dict(),
+            "data": loader.state_dict(),
+            "random": random_states(step.device),
+        },
+        dimensions=model.dimensions,
+        config_text=config_text,
+    )
+
+
+def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Positioned) -> Progress:
+    """Raises UserError if the model or the trained parameters are not those of the checkpoint."""
+    state = read_state(checkpoint)
+    parameters = dict(model.named_parameters())
+    owner = {p: update for update in step.updates for p in parameters_of(update)}
+
+    def load(name: str, saved: dict[str, Tensor], weight: Tensor) -> None:
+        parameter = parameters[name]
+        if saved and parameter not in owner:
+            raise UserError(f"{checkpoint}: {name} was trained there and is frozen here")
+        if saved:
+            owner[parameter].load_state(parameter, {**saved, "master": weight.float()})
+
+    restore_tensors(checkpoint, model, load)
+    if step.scaler.is_enabled() and state["scaler"]:
+        step.scaler.load_state_dict(state["scaler"])
+    loader.load_state_dict(state["data"])
+    set_random_states(step.device, state["random"])
+    return Progress(**state["progress"])
+
+
+def parameters_of(update: Update) -> list[nn.Parameter]:
+    return [parameter for group in update.param_groups for parameter in group["params"]]
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = device_module(device).get_rng_state().cpu()
+    return states
+
+
+def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        device_module(device).set_rng_state(states[device.type])
+
+
+# --- what has changed in the config -------------------------------------------------------------------------------
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, then, now) of every key that differs; what only one of them knows is None in the other."""
+    before, after = flat(old), flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    pairs = ((key, before.get(key), after.get(key)) for key in keys)
+    return [(key, then, now) for key, then, now in pairs if then != now and key != "resume"]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def check_changes(
+    found: list[tuple[str, Any, Any]], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    """Raises UserError for a change that would make it another run."""
+    for key, then, now in found:
+        if key.startswith(FIXED) and key not in FREE_IN_FIXED:
+            raise UserError(
+                f"{key}={now}: the run that is resumed has {then}; keep it, or start a run of its own"
+            )
+    sizes = [tree["micro_batch"] * tree["accum"] for tree in (old, new)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"micro_batch={new['micro_batch']} accum={new['accum']}: a window of {sizes[1]} samples, the run that is "
+            f"resumed has {sizes[0]}; keep micro_batch x accum"
+        )

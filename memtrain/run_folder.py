@@ -1,0 +1,124 @@
+"""A run's folder: which of its checkpoints are whole, where a run goes on, and who may write it. No torch.
+
+outputs/runs/<name>/<date_time_pid>/
+  checkpoints/step_00000200/ ...   see memtrain/engine/checkpoint.py
+  metrics.jsonl, TensorBoard events, config.yaml, summary.json, ...
+  .lock                            held by the process that writes here
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from memtrain.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+WEIGHTS, DIMENSIONS, OPTIMIZER = "model.safetensors", "model.json", "optimizer.safetensors"
+STATE, CONFIG, META = "state.pt", "config.yaml", "meta.json"
+FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG, META)
+LOCK = ".lock"
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def complete(run_folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, by step; temporary and damaged ones are none."""
+    return sorted((path for path in named(run_folder) if is_complete(path)), key=step_of)
+
+
+def damaged(run_folder: Path) -> list[Path]:
+    """Those that have the name of a checkpoint and are not whole."""
+    return [path for path in named(run_folder) if not is_complete(path)]
+
+
+def named(run_folder: Path) -> list[Path]:
+    found = (run_folder / CHECKPOINTS).glob("step_*")
+    return [path for path in found if re.fullmatch(r"step_\d+", path.name)]
+
+
+def newest(run_folder: Path) -> Path | None:
+    found = complete(run_folder)
+    return found[-1] if found else None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    try:
+        read_meta(checkpoint)
+        whole = all(is_whole_tensor_file(checkpoint / name) for name in (WEIGHTS, OPTIMIZER))
+        return whole and all((checkpoint / name).is_file() for name in FILES)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    """Step, and the validation loss that was measured at it, if any."""
+    meta: dict[str, Any] = json.loads((checkpoint / META).read_text(encoding="utf-8"))
+    return {"step": int(meta["step"]), "val_loss": meta["val_loss"]}
+
+
+def is_whole_tensor_file(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > path.stat().st_size:
+            return False
+        header = json.loads(file.read(header_bytes))
+    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    return path.stat().st_size == 8 + header_bytes + max(ends, default=0)
+
+
+def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -> str:
+    """Where a run called `name` writes: in the folder of the run that it goes on with, else in one of its own.
+
+    `latest` is the run called `name` with the youngest checkpoint. A checkpoint that is not the last of its run starts
+    a run of its own: what came after it stays.
+    """
+    fresh = str(runs / name / fresh_name)
+    checkpoint = find_checkpoint(str(resume), runs / name, Path.cwd()) if resume else None
+    if checkpoint is None:
+        return fresh
+    run_folder = checkpoint.parent.parent
+    return str(run_folder) if newest(run_folder) == checkpoint else fresh
+
+
+def find_checkpoint(resume: str, runs_of_name: Path, base: Path) -> Path | None:
+    """What `resume` means: latest, a run's folder, or a checkpoint's."""
+    if resume == "latest":
+        found = [newest(folder) for folder in runs_of_name.glob("*") if folder.is_dir()]
+        whole = [checkpoint for checkpoint in found if checkpoint is not None]
+        return max(whole, key=lambda path: path.stat().st_mtime, default=None)
+    path = (base / Path(resume).expanduser()).resolve()
+    if re.fullmatch(r"step_\d+", path.name):
+        return path if is_complete(path) else None
+    return newest(path)
+
+
+@contextmanager
+def locked(run_folder: Path) -> Iterator[None]:
+    """This process alone writes in `run_folder`. Raises UserError if another one does."""
+    path = run_folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
+            raise UserError(
+                f"{run_folder}: process {owner} is writing this run; wait for it, or stop it"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""Ctrl-C and SIGTERM: the first asks the run to end after this window, the second ends it at once."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from memtrain.errors import Stopped
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """While it is entered, `requested` says whether one of the signals has come."""
+
+    def __init__(self) -> None:
+        self.requested: int = 0
+        """The signal's number."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            os._exit(128 + number)  # whatever hangs shall not hold it up
+        self.requested = number
+        # os.write: the handler may have interrupted a print.
+        os.write(
+            sys.stderr.fileno(), b"\nstopping after this window, then saving; once more: at once\n"
+        )
+
+    def raise_if_requested(self, where: str) -> None:
+        """Raises Stopped with the exit code of the signal."""
+        if self.requested:
+            raise Stopped(
+                128 + self.requested, f"stopped, saved at {where}; go on with resume=latest"
+            )
