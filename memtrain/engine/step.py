@@ -54,7 +54,7 @@ class TrainStep:
         """Add one micro-batch's share of the gradient; its share of the window's loss comes back."""
         batch = batch.to(self.device)
         with autocast(self.device, self.compute_dtype):
-            hidden = self.model(batch.tokens)
+            hidden = self.model(batch.tokens, batch.starts)
             scale = self.scaler.scale(torch.ones((), device=self.device))
             head = self.model.head.weight
             loss = self.loss_function(hidden, head, batch.targets, scale / n_targets)
