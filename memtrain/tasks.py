@@ -15,7 +15,8 @@ import yaml
 from memtrain import config as config_module
 from memtrain.cards import Card, match_card
 from memtrain.config import Config
-from memtrain.data.loader import Loader, RandomTokens
+from memtrain.data.loader import Windows
+from memtrain.data.packing import Packed
 from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
@@ -141,13 +142,14 @@ def train_model(
     device: torch.device,
     data: build.Data,
     dimensions: Dimensions,
-    loader: Loader | RandomTokens,
+    loader: Windows,
 ) -> dict[str, Any]:
     """Build, train, save, sample; the summary's figures come back."""
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
+    console.print_header(document_lines(data))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
     with (
         console.Progress(config.steps) as progress,
@@ -169,6 +171,8 @@ def train_model(
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
+        for line in document_lines(data):
+            recorder.board.text("documents", line)
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
     return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
 
@@ -186,7 +190,10 @@ def what_was_learned(
 ) -> dict[str, Any]:
     """What the loss is to be held against, and a sample of text."""
     found: dict[str, Any] = {"vocab_size": model.dimensions.vocab_size}
-    if data.train is not None:
+    if isinstance(data.train, Packed):
+        found |= document_figures(data.train)
+        found["unigram_entropy"] = data.train.target_entropy(data.vocab_size)
+    elif data.train is not None:
         found["unigram_entropy"] = unigram_entropy(data.train, data.vocab_size)
     if data.tokenizer:
         data.tokenizer.save(place.folder / "tokenizer.json")
@@ -214,6 +221,27 @@ def header(config: Config, model: Transformer, device: torch.device, windows: in
             f"           {precision} is what is computed in: weights, gradients and moments stay fp32"
         )
     return lines
+
+
+def document_figures(packed: Packed) -> dict[str, float]:
+    return {
+        "documents": packed.n_documents,
+        "rows": packed.n_rows,
+        "padding_share": packed.padding_share,
+        "target_share": packed.target_share,
+    }
+
+
+def document_lines(data: build.Data) -> list[str]:
+    """How documents fill their rows; nothing to say of other data."""
+    if not isinstance(data.train, Packed):
+        return []
+    packed = data.train
+    apart = "kept apart" if packed.keep_apart else "one sees those before it in its row"
+    return [
+        f"documents  {packed.n_documents} in {packed.n_rows} rows of {packed.seq_len} · "
+        f"{packed.padding_share:.1%} padding · {packed.target_share:.1%} targets · {apart}"
+    ]
 
 
 def further_switches(config: Config) -> list[str]:

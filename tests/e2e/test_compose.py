@@ -27,6 +27,7 @@ CHOICES = [f"{path.parent.name}={path.stem}" for path in FILES]
 
 NEEDS = {
     "data=text": ["data.path=corpus.txt"],
+    "data=jsonl": ["data.path=chats.jsonl"],
     "checkpointing=per_block": ["checkpointing.per_block=[keep,keep,keep,recompute]"],
     "data=tokens": ["data.path=corpus.bin"],
     "model=hf": ["task=plan", "model.config=config.json"],
@@ -56,7 +57,7 @@ PARAMETERS = {
 
 
 def test_all_files_are_found() -> None:
-    assert len(CHOICES) == 80
+    assert len(CHOICES) == 81
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -37,6 +37,15 @@ VARIANTS = [
     ("model.norm=rmsnorm", "precision=bf16", "accum=2", "checkpointing=sqrt"),
     ("model.positions=rope", "model.n_kv_heads=2", "precision=bf16"),
     ("model.n_kv_heads=1", "checkpointing=alternate"),
+    ("data.source=jsonl", "data.path=x", "data.document_mask=true", "precision=bf16", "accum=2"),
+    (
+        "data.source=jsonl",
+        "data.path=x",
+        "data.document_mask=true",
+        "model.positions=rope",
+        "model.n_kv_heads=2",
+        "offload=activations",
+    ),
     ("model.dropout=0.1",),
     ("model.dropout=0.1", "checkpoint_every=1", "precision=bf16"),
 ]
