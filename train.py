@@ -20,12 +20,16 @@ from memtrain.config import folder_name
 from memtrain.planner.child import PlannerProcess
 from memtrain.run_folder import resumed_folder
 
-RUNS = Path(__file__).resolve().parent / "outputs" / "runs"
+ROOT = Path(__file__).resolve().parent
+OUTPUTS = Path(os.environ.get("MEMTRAIN_OUTPUTS") or ROOT / "outputs").absolute()
 
-OmegaConf.register_new_resolver("project_root", lambda: str(Path(__file__).resolve().parent))
+OmegaConf.register_new_resolver("project_root", lambda: str(ROOT))
+OmegaConf.register_new_resolver("outputs", lambda: str(OUTPUTS))
 OmegaConf.register_new_resolver("process_id", os.getpid)
 OmegaConf.register_new_resolver("folder_name", folder_name)  # checked before Hydra makes the folder
-OmegaConf.register_new_resolver("run_folder", lambda *parts: resumed_folder(RUNS, *parts))
+OmegaConf.register_new_resolver(
+    "run_folder", lambda *parts: resumed_folder(OUTPUTS / "runs", *parts)
+)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")  # type: ignore[untyped-decorator]

@@ -95,12 +95,16 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["stdlib", "text", "tokens", "random"]
+    source: Literal["stdlib", "text", "jsonl", "tokens", "random"]
     path: str | list[str] | None
-    """Files, folders or globs for `text`; the token file for `tokens`. Relative to where the command was typed."""
+    """Files, folders or globs for `text` and `jsonl`; the token file for `tokens`. Relative to where the command was
+    typed."""
     val_fraction: Annotated[float, Range(low=0, high=0.5)]
-    """Share of the files held out for validation; with one file, the share of its tokens at the end."""
+    """Share of the files held out for validation; with one file, the share of its tokens at the end. For `jsonl`: share
+    of the documents."""
     shuffle: bool
+    document_mask: bool
+    """For `jsonl`: a token sees its own document alone, and positions count from its beginning."""
     prefetch: NonNegative
     """Windows read ahead by a thread; 0 reads in line."""
     cache_dir: str
@@ -506,15 +510,15 @@ def _sequence_fits_positions(config: Config) -> None:
 
 
 def _paths_are_given(config: Config) -> None:
-    if config.data.source in ("text", "tokens") and not config.data.path:
+    if config.data.source in ("text", "jsonl", "tokens") and not config.data.path:
         raise UserError(
             f"data.path: data={config.data.source} needs it, as in data.path=corpus.txt"
         )
     if config.data.source == "tokens" and not isinstance(config.data.path, str):
         raise UserError("data.path: data=tokens takes one token file")
-    if config.data.path and config.data.source not in ("text", "tokens"):
+    if config.data.path and config.data.source not in ("text", "jsonl", "tokens"):
         raise UserError(
-            f"data.path: data={config.data.source} reads no path; use data=text or data=tokens"
+            f"data.path: data={config.data.source} reads no path; use data=text, data=jsonl or data=tokens"
         )
     if config.tokenizer.path and config.tokenizer.kind != "file":
         raise UserError(
@@ -611,6 +615,19 @@ def _hf_is_planned(config: Config) -> None:
 def _random_has_no_text(config: Config) -> None:
     if config.data.source == "random" and config.task == "generate":
         raise UserError("task=generate: needs a run on text; drop data=random")
+
+
+def _documents_are_marked(config: Config) -> None:
+    if not config.data.document_mask:
+        return
+    if config.data.source != "jsonl":
+        raise UserError(
+            f"data.document_mask=true: data={config.data.source} marks no documents; use data=jsonl or drop it"
+        )
+    if config.model.config is not None:
+        raise UserError(
+            "data.document_mask=true: model=hf is planned without; use data.document_mask=false"
+        )
 
 
 def _compiles_with(config: Config) -> None:
@@ -718,6 +735,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _betas_are_two,
     _sqrt_sets_segments,
     _random_has_no_text,
+    _documents_are_marked,
     _hf_is_planned,
     _mlp_chunks_are_pieces,
     _compiles_with,
@@ -811,7 +829,7 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
 
 
 def _has_text(config: Config) -> bool:
-    return config.data.source in ("stdlib", "text")
+    return config.data.source in ("stdlib", "text", "jsonl")
 
 
 def _selects(config: Config) -> bool:

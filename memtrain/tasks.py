@@ -15,7 +15,8 @@ import yaml
 from memtrain import config as config_module
 from memtrain.cards import Card, match_card
 from memtrain.config import Config
-from memtrain.data.loader import Loader, RandomTokens
+from memtrain.data.loader import Windows
+from memtrain.data.packing import Packed
 from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
@@ -169,7 +170,7 @@ def train_model(
     device: torch.device,
     data: build.Data,
     dimensions: Dimensions,
-    loader: Loader | RandomTokens,
+    loader: Windows,
 ) -> dict[str, Any]:
     """Build, train, save, sample; the summary's figures come back. `chosen` is the config that checkpoints keep."""
     model = build.build_model(config, dimensions, device)
@@ -182,6 +183,7 @@ def train_model(
         data.tokenizer.save(place.folder / "tokenizer.json")
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
+    console.print_header(document_lines(data))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
     config_text = yaml.safe_dump(chosen, sort_keys=False)
 
@@ -219,6 +221,8 @@ def train_model(
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
+        for line in document_lines(data):
+            recorder.board.text("documents", line)
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
     return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
 
@@ -229,7 +233,7 @@ def resume(
     place: Place,
     step: TrainStep,
     model: Transformer,
-    loader: Loader | RandomTokens,
+    loader: Windows,
 ) -> Progress:
     """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""
     assert config.resume
@@ -286,7 +290,10 @@ def what_was_learned(
 ) -> dict[str, Any]:
     """What the loss is to be held against, and a sample of text."""
     found: dict[str, Any] = {"vocab_size": model.dimensions.vocab_size}
-    if data.train is not None:
+    if isinstance(data.train, Packed):
+        found |= document_figures(data.train)
+        found["unigram_entropy"] = data.train.target_entropy(data.vocab_size)
+    elif data.train is not None:
         found["unigram_entropy"] = unigram_entropy(data.train, data.vocab_size)
     if data.tokenizer and config.generate.tokens:
         found["sample"] = sample(config, model, data.tokenizer)
@@ -323,6 +330,27 @@ IN_BACKWARD = {
     "two_pass": "gradients are made twice, first for their norm: exact, at the price of a second forward and backward",
     "per_parameter": "each gradient is clipped by its own norm, and skipped by itself if it is not finite",
 }
+
+
+def document_figures(packed: Packed) -> dict[str, float]:
+    return {
+        "documents": packed.n_documents,
+        "rows": packed.n_rows,
+        "padding_share": packed.padding_share,
+        "target_share": packed.target_share,
+    }
+
+
+def document_lines(data: build.Data) -> list[str]:
+    """How documents fill their rows; nothing to say of other data."""
+    if not isinstance(data.train, Packed):
+        return []
+    packed = data.train
+    apart = "kept apart" if packed.keep_apart else "one sees those before it in its row"
+    return [
+        f"documents  {packed.n_documents} in {packed.n_rows} rows of {packed.seq_len} · "
+        f"{packed.padding_share:.1%} padding · {packed.target_share:.1%} targets · {apart}"
+    ]
 
 
 def further_switches(config: Config) -> list[str]:

@@ -1,17 +1,18 @@
-"""What every test may use: configs composed as the command line composes them."""
+"""What every test may use: configs composed as the command line composes them, and the command line itself."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from command import ROOT, TIMEOUT_S, Finished, Run, Start, Started, start_train
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train  # noqa: F401  registers the resolvers that the config uses
 from memtrain.config import Config, parse
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = ROOT / "conf"
 
 torch.set_num_threads(1)
 
@@ -32,3 +33,30 @@ def config() -> Callable[..., Config]:
 def tiny() -> Callable[..., Config]:
     """The tiny CPU base: vocabulary 64, width 32, 2 heads, 4 layers, seq_len 16, micro_batch 2."""
     return lambda *overrides: compose_config("debug=tiny", "device=cpu", *overrides)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """`start(*overrides, cwd=..., folder=..., outputs=...)` starts `python train.py` with them.
+
+    Its run or sweep is in `folder`; with `outputs` it is where the config puts it in that folder of outputs.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+
+    def start(
+        *overrides: str, cwd: Path = ROOT, folder: Path | None = None, outputs: Path | None = None
+    ) -> Started:
+        place = folder or tmp_path_factory.mktemp("run") / "out"
+        return start_train([*overrides, f"data.cache_dir={cache}"], cwd, place, outputs)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run(start: Start) -> Run:
+    """`run(*overrides, cwd=..., folder=..., outputs=..., timeout=...)`: as `start`, to its end."""
+
+    def run(*overrides: str, timeout: float = TIMEOUT_S, **where: Path) -> Finished:
+        return start(*overrides, **where).finish(timeout)
+
+    return run

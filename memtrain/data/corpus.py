@@ -6,10 +6,12 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from memtrain.errors import UserError
 from memtrain.units import MIB
+
+Item = TypeVar("Item")
 
 # Third-party code, and the parts of the standard library that are tests or not kept as UTF-8.
 NOT_STDLIB = {
@@ -39,16 +41,16 @@ def stdlib_files() -> list[Path]:
     return files
 
 
-def text_files(paths: list[str], base: Path) -> list[Path]:
+def text_files(paths: list[str], base: Path, suffix: str = "") -> list[Path]:
     """The files that `paths` name: files, folders (recursive) and globs, relative to `base`.
 
-    Sorted, each once; hidden files are left out unless named. Raises UserError for a path that is
-    missing, unreadable or matches nothing.
+    Sorted, each once; hidden files are left out unless named, and of folders those without `suffix`.
+    Raises UserError for a path that is missing, unreadable or matches nothing.
     """
     if not paths:
         raise UserError("no text files named: give at least one file, folder or glob")
     try:
-        found = {path for entry in paths for path in _named(entry, base.absolute())}
+        found = {path for entry in paths for path in _named(entry, base.absolute(), suffix)}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
     unique: dict[Path, Path] = {}
@@ -62,13 +64,18 @@ def split(files: list[Path], val_fraction: float) -> tuple[list[Path], list[Path
 
     At least one file stays on each side. One file alone is all training: split its tokens instead.
     """
-    check_fraction(val_fraction)
-    if val_fraction == 0 or len(files) < 2:
-        return files, []
-    n_val = min(max(round(len(files) * val_fraction), 1), len(files) - 1)
-    held_out = {(2 * i + 1) * len(files) // (2 * n_val) for i in range(n_val)}
+    held_out = set(evenly_spread(len(files), val_fraction))
     train = [path for i, path in enumerate(files) if i not in held_out]
     return train, [files[i] for i in sorted(held_out)]
+
+
+def evenly_spread(count: int, val_fraction: float) -> list[int]:
+    """Which of `count` files or documents are held out; at least one stays on each side if two there are."""
+    check_fraction(val_fraction)
+    if val_fraction == 0 or count < 2:
+        return []
+    n_val = min(max(round(count * val_fraction), 1), count - 1)
+    return [(2 * i + 1) * count // (2 * n_val) for i in range(n_val)]
 
 
 def check_fraction(val_fraction: float) -> None:
@@ -108,9 +115,37 @@ def fingerprint(files: Iterable[Path]) -> str:
     """A hash that changes when a file is added, removed, renamed, resized or written to."""
     digest = hashlib.sha256()
     for path in files:
-        stat = path.stat()
-        digest.update(f"{path.as_posix()!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        digest.update(_state(path).encode())
     return digest.hexdigest()
+
+
+def unchanged(files: list[Path], items: Iterable[Item]) -> Iterator[Item]:
+    """`items`, which are read from `files`. Raises UserError at their end if a file has changed meanwhile."""
+    before = [_state(path) for path in files]
+    return _unchanged(files, before, items)
+
+
+def _unchanged(files: list[Path], before: list[str], items: Iterable[Item]) -> Iterator[Item]:
+    yield from items
+    for path, state in zip(files, before, strict=True):
+        if _state(path) != state:
+            raise UserError(f"{path}: changed while it was read: try again when it is complete")
+
+
+def total_bytes(files: Iterable[Path]) -> int:
+    return sum(_stat(path).st_size for path in files)
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _state(path: Path) -> str:
+    stat = _stat(path)
+    return f"{path.as_posix()!r} {stat.st_size} {stat.st_mtime_ns}\n"
 
 
 def _decode(data: bytes, final: bool, path: Path, offset: int) -> tuple[str, int]:
@@ -128,7 +163,7 @@ def _decode(data: bytes, final: bool, path: Path, offset: int) -> tuple[str, int
         ) from error
 
 
-def _named(entry: str, base: Path) -> list[Path]:
+def _named(entry: str, base: Path, suffix: str) -> list[Path]:
     if not entry:
         raise UserError("an empty name among the text files: remove it")
     relative = _expanded(entry)
@@ -136,13 +171,14 @@ def _named(entry: str, base: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = list(_walk(path))
+        found = [path for path in _walk(path) if path.name.endswith(suffix)]
     elif any(map(_is_pattern, relative.parts)):
         found = list(_glob(relative, base))
     else:
         raise UserError(f"{path}: no such file or folder: correct the path {entry!r}")
     if not found:
-        raise UserError(f"{entry!r} matches no file in {base}: correct the path")
+        what = f"{suffix} file" if suffix and path.is_dir() else "file"
+        raise UserError(f"{entry!r} matches no {what} in {base}: correct the path")
     return found
 
 

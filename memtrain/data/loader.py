@@ -6,7 +6,7 @@ A *window* is what one optimizer step learns from: up to `accum` micro-batches.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -33,11 +33,20 @@ class Batch:
     targets: Tensor  # (B, T) int64
     n_targets: int
     """Targets that count, counted on the host."""
+    starts: Tensor | None = None  # (B, T) int64
+    """Where in its sample the document of each token begins; None: documents are not kept apart."""
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`, without waiting for it if this one is pinned."""
-        tokens = self.tokens.to(device, non_blocking=True)
-        return Batch(tokens, self.targets.to(device, non_blocking=True), self.n_targets)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> "Batch":
+        """A copy in page-locked memory."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        starts = None if self.starts is None else change(self.starts)
+        return Batch(change(self.tokens), change(self.targets), self.n_targets, starts)
 
 
 Window: TypeAlias = list[Batch]
@@ -45,7 +54,7 @@ Position: TypeAlias = tuple[int, int]
 """(epoch, samples of it that are done)"""
 
 
-class _Windows(ABC):
+class Windows(ABC):
     """Endless windows; each sample once per epoch, no window across epochs.
 
     One iterator at a time: a new one goes on where the last one stopped.
@@ -70,8 +79,8 @@ class _Windows(ABC):
         """(n_samples,): the samples in the order of this epoch."""
 
     @abstractmethod
-    def _read(self, epoch: int, samples: Ids) -> Ids:
-        """(B, T + 1): a sample's tokens and the target of the last."""
+    def _read(self, epoch: int, samples: Ids) -> Batch:
+        """These samples of an epoch."""
 
     @property
     def windows_per_epoch(self) -> int:
@@ -126,13 +135,11 @@ class _Windows(ABC):
             epoch, sample = epoch + 1, 0
 
     def _batch(self, epoch: int, samples: Ids) -> Batch:
-        batch = _to_batch(self._read(epoch, samples))
-        if self._pin:
-            batch.tokens, batch.targets = batch.tokens.pin_memory(), batch.targets.pin_memory()
-        return batch
+        batch = self._read(epoch, samples)
+        return batch.pin() if self._pin else batch
 
 
-class Loader(_Windows):
+class Loader(Windows):
     """Windows of a token array, cut into samples of `seq_len` tokens and one more as last target.
 
     Raises UserError if `tokens` hold no sample; `name` says there whose tokens they are.
@@ -157,15 +164,13 @@ class Loader(_Windows):
         self._shuffle = shuffle
 
     def _order(self, epoch: int) -> Ids:
-        if not self._shuffle:
-            return np.arange(self.n_samples)
-        return np.random.default_rng([self._seed, epoch]).permutation(self.n_samples)
+        return in_order(self.n_samples, self._shuffle, self._seed, epoch)
 
-    def _read(self, epoch: int, samples: Ids) -> Ids:
-        return _gather(self._tokens, self._seq_len, samples)
+    def _read(self, epoch: int, samples: Ids) -> Batch:
+        return _to_batch(_gather(self._tokens, self._seq_len, samples))
 
 
-class RandomTokens(_Windows):
+class RandomTokens(Windows):
     """Windows of uniform ids that depend on (seed, epoch, sample) alone: no text needed."""
 
     def __init__(
@@ -186,9 +191,17 @@ class RandomTokens(_Windows):
     def _order(self, epoch: int) -> Ids:
         return np.arange(self.n_samples)
 
-    def _read(self, epoch: int, samples: Ids) -> Ids:
+    def _read(self, epoch: int, samples: Ids) -> Batch:
         rows = (np.random.default_rng([self._seed, epoch, sample]) for sample in samples)
-        return np.stack([rng.integers(self._vocab_size, size=self._seq_len + 1) for rng in rows])
+        ids = [rng.integers(self._vocab_size, size=self._seq_len + 1) for rng in rows]
+        return _to_batch(np.stack(ids))
+
+
+def in_order(n_samples: int, shuffle: bool, seed: int, epoch: int) -> Ids:
+    """(n_samples,): the samples in the order of an epoch, which depends on (seed, epoch) alone."""
+    if not shuffle:
+        return np.arange(n_samples)
+    return np.random.default_rng([seed, epoch]).permutation(n_samples)
 
 
 def eval_batches(

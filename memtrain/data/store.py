@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,13 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memtrain.data.corpus import check_fraction, fingerprint, read_pieces
+from memtrain.data.corpus import (
+    check_fraction,
+    fingerprint,
+    read_pieces,
+    total_bytes,
+    unchanged,
+)
 from memtrain.data.tokenizer import Tokenizer
 from memtrain.errors import UserError
 from memtrain.units import KIB, MIB
@@ -22,7 +29,19 @@ Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """Token ids, (N,)"""
 
 FORMAT_VERSION = 1
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint16+role": np.dtype([("id", "<u2"), ("role", "u1")]),
+    "uint32+role": np.dtype([("id", "<u4"), ("role", "u1")]),
+}
+LEARNED, LAST = 1, 2
+"""Bits of a token's role: it is learned, it is the last of its document."""
+
+SIDECAR_BYTES = 64 * KIB
+STALE_S = 3600.0
+"""A file that nobody has written to for so long was left behind by a process that was killed."""
+
 CHUNK_TOKENS = 2**22
 # The library keeps about 100 bytes per token while it encodes: these two bound its memory.
 PIECE_BYTES = 128 * KIB
@@ -38,6 +57,8 @@ class TokenFile:
     vocab_size: int
     tokenizer_hash: str
     source_hash: str
+    roles: npt.NDArray[np.uint8] | None = None  # (count,), mapped, read-only
+    """Of documents: LEARNED, LAST."""
 
     @property
     def count(self) -> int:
@@ -54,12 +75,15 @@ class TokenFile:
 
 def write_tokens(
     path_stem: Path,
-    token_arrays: Iterable[Tokens],
+    token_arrays: Iterable[npt.NDArray[Any]],
     vocab_size: int,
     tokenizer_hash: str,
     source_hash: str,
+    with_roles: bool = False,
 ) -> TokenFile:
     """Write the arrays, one after the other, so that the file appears complete or not at all.
+
+    `with_roles`: the arrays have two fields, `id` and `role`.
 
     Processes that write the same content under the same stem do not disturb each other. Raises
     UserError for an id outside the vocabulary, or if the disk cannot take the file.
@@ -67,10 +91,12 @@ def write_tokens(
     data_path, sidecar_path = _paths(path_stem)
     # 65,536 ids are 0..65,535, the last that 16 bits hold.
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    dtype += "+role" if with_roles else ""
     count = 0
-    with _replacing(data_path) as file:
+    with replacing(data_path) as file:
         for tokens in token_arrays:
-            check_ids(tokens, vocab_size, str(data_path), first_position=count)
+            ids = tokens["id"] if with_roles else tokens
+            check_ids(ids, vocab_size, str(data_path), first_position=count)
             file.write(tokens.astype(DTYPES[dtype]).tobytes())
             count += len(tokens)
     sidecar = {
@@ -81,7 +107,7 @@ def write_tokens(
         "tokenizer_hash": tokenizer_hash,
         "source_hash": source_hash,
     }
-    with _replacing(sidecar_path) as file:
+    with replacing(sidecar_path) as file:
         file.write(json.dumps(sidecar, indent=1).encode())
     return open_tokens(path_stem)
 
@@ -94,21 +120,30 @@ def open_tokens(path: Path) -> TokenFile:
     data_path, sidecar_path = _paths(path.with_suffix("") if path.suffix in _SUFFIXES else path)
     sidecar = _read_sidecar(sidecar_path)
     dtype, count = DTYPES[sidecar["dtype"]], sidecar["count"]
-    try:
-        size_bytes = data_path.stat().st_size
-    except OSError as error:
-        raise UserError(
-            f"{data_path}: cannot be read: {error.strerror}: prepare it again"
-        ) from error
+    content, size_bytes = _map(data_path, dtype, count)
     if size_bytes != count * dtype.itemsize:
         what = "cut short" if size_bytes < count * dtype.itemsize else "too long"
         expected = f"{size_bytes} bytes for {count} tokens of {dtype.itemsize}"
         raise UserError(f"{data_path}: {what}: {expected}: delete it and prepare it again")
-    # An empty file cannot be mapped.
-    tokens = np.memmap(data_path, dtype, "r") if count else np.empty(0, dtype)
     return TokenFile(
-        data_path, tokens, sidecar["vocab_size"], sidecar["tokenizer_hash"], sidecar["source_hash"]
+        data_path,
+        content["id"] if dtype.names else content,
+        sidecar["vocab_size"],
+        sidecar["tokenizer_hash"],
+        sidecar["source_hash"],
+        content["role"] if dtype.names else None,
     )
+
+
+def _map(path: Path, dtype: np.dtype[Any], count: int) -> tuple[npt.NDArray[Any], int]:
+    """(content, size in bytes); content that is not as long as it should be is left out."""
+    try:
+        size_bytes = path.stat().st_size
+        # An empty file cannot be mapped.
+        fits = count and size_bytes == count * dtype.itemsize
+        return np.memmap(path, dtype, "r") if fits else np.empty(0, dtype), size_bytes
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}: prepare it again") from error
 
 
 def check_ids(tokens: Tokens, vocab_size: int, name: str, first_position: int = 0) -> None:
@@ -126,10 +161,15 @@ def check_ids(tokens: Tokens, vocab_size: int, name: str, first_position: int = 
 
 def unigram_entropy(tokens: Tokens, vocab_size: int) -> float:
     """Entropy of the token frequencies, in nats: the loss of a model that ignores the context."""
+    return entropy((chunk for _, chunk in chunks(tokens)), vocab_size)
+
+
+def entropy(token_arrays: Iterable[Tokens], vocab_size: int) -> float:
+    """As `unigram_entropy`, of tokens that come in pieces."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for _, chunk in _chunks(tokens):
-        counts += np.bincount(chunk, minlength=vocab_size)
-    shares = counts[counts > 0] / max(len(tokens), 1)
+    for tokens in token_arrays:
+        counts += np.bincount(tokens, minlength=vocab_size)
+    shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum())
 
 
@@ -144,15 +184,32 @@ def tokenize_files(
     Kept under `cache_dir` and used again while files and tokenizer stay the same.
     `progress(done_bytes, total_bytes)` is called as text is encoded.
     """
+    return cached_tokens(files, _encode(files, tokenizer, progress), tokenizer, cache_dir)
+
+
+def cached_tokens(
+    files: list[Path],
+    token_arrays: Iterable[npt.NDArray[Any]],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    kind: str = "",
+    with_roles: bool = False,
+) -> TokenFile:
+    """What `token_arrays` gives, from the cache where files, tokenizer and kind are those of an earlier run.
+
+    Raises UserError, and keeps nothing, if a file changes while it is read.
+    """
+    token_arrays = unchanged(files, token_arrays)
     source_hash = fingerprint(files)
-    key = hashlib.sha256(f"{source_hash} {tokenizer.fingerprint}".encode()).hexdigest()[:32]
-    stem = cache_dir / key
+    key = f"{kind}{source_hash} {tokenizer.fingerprint}"
+    stem = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:32]
     cached = _open_cached(stem, source_hash, tokenizer.fingerprint)
     if cached:
         return cached
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    arrays = _encode(files, tokenizer, progress)
-    return write_tokens(stem, arrays, tokenizer.vocab_size, tokenizer.fingerprint, source_hash)
+    make_folder(cache_dir)
+    return write_tokens(
+        stem, token_arrays, tokenizer.vocab_size, tokenizer.fingerprint, source_hash, with_roles
+    )
 
 
 def split_tokens(tokens: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
@@ -171,8 +228,23 @@ def _paths(stem: Path) -> tuple[Path, Path]:
     return data, sidecar
 
 
+def make_folder(cache_dir: Path) -> None:
+    """Make the cache's folder, or take out what killed processes left there."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        for path in cache_dir.glob(".*.tmp"):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return  # another process was faster
+    except OSError as error:
+        raise UserError(
+            f"{cache_dir}: cannot be written: {error.strerror}: choose another data.cache_dir"
+        ) from error
+
+
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once it is written in full."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -189,20 +261,23 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _read_sidecar(path: Path) -> dict[str, Any]:
     try:
-        sidecar: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            sidecar: dict[str, Any] = json.loads(file.read(SIDECAR_BYTES))
         fits = sidecar["version"] == FORMAT_VERSION and sidecar["dtype"] in DTYPES
-        complete = isinstance(sidecar["count"], int) and isinstance(sidecar["vocab_size"], int)
+        complete = type(sidecar["count"]) is int and sidecar["count"] >= 0
+        complete &= type(sidecar["vocab_size"]) is int and sidecar["vocab_size"] >= 1
         complete &= {"tokenizer_hash", "source_hash"} <= sidecar.keys()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}: prepare it again") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: does not describe a token file: prepare it again") from error
     if not (fits and complete):
         raise UserError(f"{path}: not a token file of version {FORMAT_VERSION}: prepare it again")
     return sidecar
 
 
-def _chunks(tokens: Tokens) -> Iterator[tuple[int, Tokens]]:
+def chunks(tokens: Tokens) -> Iterator[tuple[int, Tokens]]:
+    """(position of the first, tokens) of pieces that fit the memory."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         yield start, tokens[start : start + CHUNK_TOKENS]
 
@@ -211,7 +286,7 @@ def _extreme(
     tokens: Tokens, arg: Callable[[Tokens], np.intp], best: Callable[..., tuple[int, int]]
 ) -> tuple[int, int]:
     """(id, position) of the smallest or largest id."""
-    found = ((start, chunk, int(arg(chunk))) for start, chunk in _chunks(tokens))
+    found = ((start, chunk, int(arg(chunk))) for start, chunk in chunks(tokens))
     return best(((int(chunk[i]), start + i) for start, chunk, i in found), key=lambda pair: pair[0])
 
 
@@ -228,7 +303,7 @@ def _open_cached(stem: Path, source_hash: str, tokenizer_hash: str) -> TokenFile
 def _encode(
     files: list[Path], tokenizer: Tokenizer, progress: Callable[[int, int], None] | None
 ) -> Iterator[Tokens]:
-    total_bytes = sum(path.stat().st_size for path in files)
+    all_bytes = total_bytes(files)
     end_of_text = np.array([tokenizer.end_of_text_id], dtype=np.uint32)
     done_bytes = 0
     for batch, size_bytes in _batches(files):
@@ -236,7 +311,7 @@ def _encode(
         yield from (end_of_text if piece is None else next(encoded) for piece in batch)
         done_bytes += size_bytes
         if progress:
-            progress(done_bytes, total_bytes)
+            progress(done_bytes, all_bytes)
 
 
 def _batches(files: list[Path]) -> Iterator[tuple[list[str | None], int]]:

@@ -1,6 +1,7 @@
 """Text to token ids and back."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -10,11 +11,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from memtrain.errors import UserError
+from memtrain.units import MIB
 
 END_OF_TEXT = "<|endoftext|>"
 # What GPT-2, Llama, Llama 3, Gemma and chat models call the token that ends a document.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 N_BYTES = 256
+TRAIN_BYTES = 256 * MIB
+"""A tokenizer is trained on about as much, in pieces taken evenly: the trainer keeps every distinct word."""
+WORD_CHARACTERS = 1000
+"""Of a longer run of letters, digits, blanks or signs the tokenizer learns the beginning: the trainer's time grows with
+the square of the longest word."""
+_RUNS = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 
 
 class Tokenizer:
@@ -35,8 +43,12 @@ class Tokenizer:
         self.fingerprint: str = hashlib.sha256(backend.to_str().encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[npt.NDArray[np.uint32]]:
-        """One array of ids per text, nothing added."""
-        encodings = self._encode_batch(texts, add_special_tokens=False)
+        """One array of ids per text, nothing added. Raises UserError for text it has no tokens for."""
+        try:
+            encodings = self._encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            reason = " ".join(str(error).split())
+            raise UserError(f"the tokenizer cannot encode this text: {reason}") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -44,9 +56,13 @@ class Tokenizer:
         text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json that `load_tokenizer` and transformers read."""
+        text: str = self._backend.to_str(pretty=True)
+        return text
+
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json that `load_tokenizer` and transformers read."""
-        path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        path.write_text(self.to_json(), encoding="utf-8")
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -86,7 +102,7 @@ def load_tokenizer(path: Path, end_of_text: str | None = None) -> Tokenizer:
     `end_of_text` names that token where it is not one of END_OF_TEXT_NAMES.
     """
     try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: tokenizer cannot be read: {error.strerror}") from error
     except Exception as error:  # the library raises bare Exception
@@ -120,7 +136,15 @@ def _byte_characters() -> list[str]:
 def _counted(pieces: Iterable[str], progress: Callable[[int], None] | None) -> Iterator[str]:
     done_bytes = 0
     for piece in pieces:
-        yield piece
+        yield _shortened(piece)
         done_bytes += len(piece.encode())
         if progress:
             progress(done_bytes)
+
+
+def _shortened(piece: str) -> str:
+    """Without what a run has beyond WORD_CHARACTERS."""
+    runs = _RUNS.findall(piece)
+    if max(map(len, runs), default=0) <= WORD_CHARACTERS:
+        return piece
+    return "".join(run[:WORD_CHARACTERS] for run in runs)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,17 @@ from memtrain.config import (
     segment_blocks,
     weights_home,
 )
-from memtrain.data import corpus, store
-from memtrain.data.loader import Batch, Loader, RandomTokens, count_samples, eval_batches
+from memtrain.data import corpus, documents, store
+from memtrain.data.loader import Batch, Loader, RandomTokens, Windows, count_samples, eval_batches
+from memtrain.data.packing import Packed, PackedLoader, pack_split, packed_batches
 from memtrain.data.store import Tokens
-from memtrain.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
+from memtrain.data.tokenizer import (
+    TRAIN_BYTES,
+    Tokenizer,
+    bytes_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from memtrain.engine.optimizers import decay_groups, make_optimizer
 from memtrain.engine.schedule import Schedule, make_schedule
 from memtrain.engine.step import TrainStep
@@ -79,21 +87,23 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Data:
     """Token ids of both splits; `train` is None for random tokens, which are made as they are needed."""
 
-    train: Tokens | None
-    val: Tokens | None
-    """None where `data.val_fraction` is 0."""
+    train: Tokens | Packed | None
+    val: Tokens | Packed | None
+    """None where `data.val_fraction` is 0, or there is but one document."""
     vocab_size: int
     tokenizer: Tokenizer | None
 
 
 def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
     """Tokenize or open what `data` names. Raises UserError for what cannot be read or is too short."""
+    if config.data.source == "jsonl":
+        return _build_documents(config, base, progress)
     data = _open_data(config, base, progress)
-    if data.train is not None:
+    if isinstance(data.train, np.ndarray):
         count_samples(data.train, config.seq_len, training_name(config))
     if config.data.val_fraction == 0:
         data.val = None
-    if data.val is not None:
+    if isinstance(data.val, np.ndarray):
         what = f"the validation text (data.val_fraction={config.data.val_fraction:g})"
         count_samples(data.val, config.seq_len, what)
     return data
@@ -134,6 +144,23 @@ def _build_text(config: Config, base: Path, progress: ProgressFor) -> Data:
     return Data(train, val, tokenizer.vocab_size, tokenizer)
 
 
+def _build_documents(config: Config, base: Path, progress: ProgressFor) -> Data:
+    files = _text_files(config.data, base)
+    cache_dir = resolve_path(config.data.cache_dir, base)
+    tokenizer = build_tokenizer(
+        config.tokenizer, files, cache_dir, base, progress, documents.read_texts
+    )
+    with progress("tokenizing the documents", corpus.total_bytes(files)) as callback:
+        file = documents.tokenize_documents(files, tokenizer, cache_dir, callback)
+    wanted = config.data
+    train, val = pack_split(file, wanted.val_fraction, config.seq_len, wanted.document_mask)
+    if not train.n_targets:
+        raise UserError(
+            f"{training_name(config)}: {train.n_documents} documents and no token to learn"
+        )
+    return Data(train, val, tokenizer.vocab_size, tokenizer)
+
+
 def is_loadable(path: Path) -> bool:
     """A cached tokenizer that is damaged is trained again."""
     try:
@@ -146,19 +173,16 @@ def is_loadable(path: Path) -> bool:
 def _tokenize(
     title: str, files: list[Path], tokenizer: Tokenizer, cache_dir: Path, progress: ProgressFor
 ) -> Tokens:
-    with progress(title, total_bytes(files)) as callback:
+    with progress(title, corpus.total_bytes(files)) as callback:
         return store.tokenize_files(files, tokenizer, cache_dir, callback).tokens
-
-
-def total_bytes(files: list[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
 
 
 def _text_files(data: DataConfig, base: Path) -> list[Path]:
     if data.source == "stdlib":
         return corpus.stdlib_files()
     assert data.path
-    return corpus.text_files([data.path] if isinstance(data.path, str) else data.path, base)
+    suffix = ".jsonl" if data.source == "jsonl" else ""
+    return corpus.text_files([data.path] if isinstance(data.path, str) else data.path, base, suffix)
 
 
 def build_tokenizer(
@@ -167,23 +191,29 @@ def build_tokenizer(
     cache_dir: Path,
     base: Path,
     progress: ProgressFor,
+    read: Callable[[Path], Iterator[str]] = corpus.read_pieces,
 ) -> Tokenizer:
-    """A trained BPE is kept in the cache under its corpus and size."""
+    """A trained BPE is kept in the cache under its corpus, how that is read, and size."""
     if tokenizer.kind == "bytes":
         return bytes_tokenizer()
     if tokenizer.kind == "file":
         assert tokenizer.path
         return load_tokenizer(resolve_path(tokenizer.path, base), tokenizer.end_of_text)
-    path = cache_dir / f"bpe-{tokenizer.vocab_size}-{corpus.fingerprint(files)[:16]}.json"
+    kind = "bpe" if read is corpus.read_pieces else "bpe-jsonl"
+    path = cache_dir / f"{kind}-{tokenizer.vocab_size}-{corpus.fingerprint(files)[:16]}.json"
     if not is_loadable(path):
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        total = total_bytes(files)
+        store.make_folder(cache_dir)
+        total = corpus.total_bytes(files)
         with progress("training the tokenizer", total) as callback:
-            pieces = (piece for file in files for piece in corpus.read_pieces(file))
-            trained = train_bpe(pieces, tokenizer.vocab_size, lambda done: callback(done, total))
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        trained.save(temporary)
-        temporary.replace(path)
+            pieces = corpus.unchanged(files, (piece for file in files for piece in read(file)))
+            every = -(-total // TRAIN_BYTES) or 1
+            trained = train_bpe(
+                islice(pieces, 0, None, every),
+                tokenizer.vocab_size,
+                lambda done: callback(min(done * every, total), total),
+            )
+        with store.replacing(path) as output:
+            output.write(trained.to_json().encode())
     return load_tokenizer(path)
 
 
@@ -199,7 +229,17 @@ def expected_vocab_size(config: Config, base: Path) -> int:
     return build_tokenizer(config.tokenizer, [], base, base, lambda *_: nullcontext()).vocab_size  # type: ignore[arg-type]
 
 
-def build_loader(config: Config, data: Data, device: torch.device) -> Loader | RandomTokens:
+def build_loader(config: Config, data: Data, device: torch.device) -> Windows:
+    if isinstance(data.train, Packed):
+        return PackedLoader(
+            data.train,
+            micro_batch=config.micro_batch,
+            accum=config.accum,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            pin=device.type == "cuda",
+            prefetch=config.data.prefetch,
+        )
     if data.train is None:
         return RandomTokens(
             data.vocab_size,
@@ -226,6 +266,8 @@ def build_loader(config: Config, data: Data, device: torch.device) -> Loader | R
 
 def validation_batches(config: Config, data: Data) -> Iterator[Batch]:
     assert data.val is not None
+    if isinstance(data.val, Packed):
+        return packed_batches(data.val, config.micro_batch, config.eval_sequences)
     return eval_batches(data.val, config.seq_len, config.micro_batch, config.eval_sequences)
 
 

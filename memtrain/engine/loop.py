@@ -107,7 +107,10 @@ def count(progress: Progress, window: list[Batch], stepped: bool) -> None:
     progress.steps += 1
     progress.stepped += stepped
     progress.skipped += not stepped
-    progress.skipped_in_a_row = 0 if stepped else progress.skipped_in_a_row + 1
+    if stepped:
+        progress.skipped_in_a_row = 0
+    elif any(batch.n_targets for batch in window):  # else there was nothing to learn
+        progress.skipped_in_a_row += 1
     progress.tokens += sum(batch.tokens.numel() for batch in window)
 
 
@@ -151,7 +154,7 @@ def mean_loss(step: TrainStep, loss_function: LossFunction, batches: Iterable[Ba
         n_targets += batch.n_targets
         batch = batch.to(step.device)
         with autocast(step.device, step.compute_dtype):
-            hidden = step.model(batch.tokens)
+            hidden = step.model(batch.tokens, batch.starts)
             total += loss_function(hidden, step.model.head.weight, batch.targets, one)
     step.model.train()
     return total.item() / n_targets if n_targets else float("nan")

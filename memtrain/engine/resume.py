@@ -25,7 +25,6 @@ FIXED = (
     "data.val_fraction",
     "data.shuffle",
     "data.vocab_size",
-    "data.pack",
     "data.document_mask",
     "tokenizer.",
     "optimizer.name",

@@ -70,7 +70,7 @@ class TrainStep:
         """Add one micro-batch's share of the gradient; its share of the window's loss comes back."""
         batch = batch.to(self.device)
         with autocast(self.device, self.compute_dtype):
-            hidden = self.model(batch.tokens)
+            hidden = self.model(batch.tokens, batch.starts)
             scale = self._loss_scale()
             head = self.model.head.weight
             loss = self.loss_function(hidden, head, batch.targets, scale / n_targets)

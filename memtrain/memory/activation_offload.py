@@ -150,13 +150,13 @@ class ActivationOffload:
         """`segment` with its saved tensors on the host. With `keep` they stay: right for the last, used at once."""
         is_first, self._n_segments = self._n_segments == 0, self._n_segments + 1
 
-        def run(x: Tensor, rotary: Tensor | None) -> Tensor:
+        def run(x: Tensor, *shared: Tensor | None) -> Tensor:
             if not torch.is_grad_enabled():
-                return segment(x, rotary)
-            call = self._begin(x, rotary, is_first)
+                return segment(x, *shared)
+            call = self._begin(x, shared, is_first)
             pack = partial(self._pack, call)
             with nullcontext() if keep else saved_tensors_hooks(pack, self._unpack):
-                y = segment(x, rotary)
+                y = segment(x, *shared)
             self._end(call)
             if y.requires_grad:
                 y.register_hook(partial(self._fetch_ahead, call))  # type: ignore[no-untyped-call]
@@ -166,13 +166,13 @@ class ActivationOffload:
 
     # Forward
 
-    def _begin(self, x: Tensor, rotary: Tensor | None, is_first: bool) -> _Call:
+    def _begin(self, x: Tensor, shared: tuple[Tensor | None, ...], is_first: bool) -> _Call:
         if is_first:
             self._drop_unfinished()
         previous = self._last
         stays = previous.stays if previous is not None else self._resident_storages()
-        if rotary is not None:  # every segment has it
-            stays.add(rotary.untyped_storage()._cdata)
+        every_segment_has = (tensor for tensor in shared if tensor is not None)
+        stays.update(tensor.untyped_storage()._cdata for tensor in every_segment_has)
         compute = device_module(x.device).current_stream()
         return _Call(compute, x.device, stays, previous)
 

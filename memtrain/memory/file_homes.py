@@ -157,15 +157,14 @@ def fresh_state(make: MakeOptimizer) -> tuple[list[str], dict[str, Tensor]]:
 
 
 class FileGradients:
-    """Gradients in files; in memory are three buffers of the largest one's size."""
-
-    N_BUFFERS = 3
+    """Gradients in files; in memory are those on their way, in buffers of their own length."""
 
     def __init__(self, store: Store, pinned: bool) -> None:
         self._store, self._pinned = store, pinned
         self._lengths: list[int] = []
         self._dtype = torch.float32
-        self._buffers: deque[Tensor] = deque()
+        self._free: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        """By length: buffers, some of which may still be written."""
         self._norms: dict[int, Tensor] = {}
 
     def add(self, n_elements: int, dtype: torch.dtype) -> None:
@@ -174,21 +173,21 @@ class FileGradients:
         self._dtype = dtype
 
     def landing(self, number: int, first: bool) -> Tensor:
-        if len(self._buffers) < self.N_BUFFERS:
-            return self._empty()
-        buffer = self._buffers.popleft()
+        length = self._lengths[number]
+        if not self._free[length]:
+            return torch.empty(length, dtype=self._dtype, device="cpu", pin_memory=self._pinned)
+        buffer = self._free[length].popleft()
         self._store.wait(buffer)
         return buffer
 
     def landed(self, number: int, landing: Tensor, first: bool, copied: Any) -> None:
         copied.synchronize()
-        values = landing[: self._lengths[number]]
         if not first:
-            before = self.piece(number, 0, values.numel())
-            values.copy_(before.add_(values))
-            self._norms[number] = torch.linalg.vector_norm(values, dtype=torch.float32)
-        self._store.write(self._file(number), values)
-        self._buffers.append(landing)
+            before = self.piece(number, 0, landing.numel())
+            landing.copy_(before.add_(landing))
+            self._norms[number] = torch.linalg.vector_norm(landing, dtype=torch.float32)
+        self._store.write(self._file(number), landing)
+        self._free[landing.numel()].append(landing)
 
     def norm(self, number: int) -> Tensor:
         return self._norms[number]
@@ -201,10 +200,6 @@ class FileGradients:
 
     def _file(self, number: int) -> str:
         return f"{number}.gradient"
-
-    def _empty(self) -> Tensor:
-        longest = max(self._lengths)
-        return torch.empty(longest, dtype=self._dtype, device="cpu", pin_memory=self._pinned)
 
 
 class FileWeights:

@@ -58,7 +58,7 @@ class GradientHome(Protocol):
         """The next parameter's gradient."""
 
     def landing(self, number: int, first: bool) -> Tensor:
-        """Where the device may copy the next one to: flat, at least as long."""
+        """Where the device may copy the next one to: flat, as long as it is."""
 
     def landed(self, number: int, landing: Tensor, first: bool, copied: Any) -> None:
         """It is there after the event `copied`: the first of a window, or one to be added."""
@@ -115,7 +115,7 @@ class MemoryState:
 
 
 class MemoryGradients:
-    """One buffer for every gradient, and a few for those that are to be added."""
+    """A buffer for every gradient, and for those on their way that are to be added."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -294,8 +294,7 @@ class HostOptimizer:
         landing = self._gradients.landing(slot.number, first)
         self._d2h.wait_event(recorded(self._module, self._compute))
         with self._module.stream(self._d2h):
-            target = landing[: gradient.numel()].view(gradient.shape)
-            target.copy_(gradient, non_blocking=True)
+            landing.view(gradient.shape).copy_(gradient, non_blocking=True)
         slot.arrived = recorded(self._module, self._d2h)
         self._leaving.append(_Leaving(slot, gradient, landing, first, slot.arrived))
         self._leaving_bytes += gradient.nbytes
@@ -397,8 +396,8 @@ def tell_before_reading(
 def _told(
     segment: Segment, weights: list[nn.Parameter], ready: Callable[[Iterable[nn.Parameter]], None]
 ) -> Segment:
-    def run(x: Tensor, rotary: Tensor | None) -> Tensor:
+    def run(x: Tensor, *shared: Tensor | None) -> Tensor:
         ready(weights)
-        return segment(x, rotary)
+        return segment(x, *shared)
 
     return Segment(segment.blocks, run)

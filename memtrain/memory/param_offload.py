@@ -143,12 +143,12 @@ class ParamOffload:
         self._take_room(1)
 
     def _wrapped(self, segment: Segment, number: int) -> Segment:
-        def run(x: Tensor, rotary: Tensor | None) -> Tensor:
+        def run(x: Tensor, *shared: Tensor | None) -> Tensor:
             self._copy(number)
             self._release(self._stages[number - 1])
             self._use(number)
             self._take_room(number + 1)
-            y = segment(x, rotary)
+            y = segment(x, *shared)
             if number == 1 and x.requires_grad:
                 x.register_hook(lambda grad: self._release(self._stages[1]))  # type: ignore[no-untyped-call]
             if y.requires_grad:

@@ -48,7 +48,7 @@ def groups(count: int, chosen: Collection[int], every: int) -> Iterator[list[int
     yield group
 
 
-def _run(segments: Sequence[Segment], x: Tensor, rotary: Tensor | None) -> Tensor:
+def _run(segments: Sequence[Segment], x: Tensor, *shared: Tensor | None) -> Tensor:
     for segment in segments:
-        x = segment(x, rotary)
+        x = segment(x, *shared)
     return x

@@ -18,7 +18,7 @@ class HFCausalLM(nn.Module):
         self.body = causal_lm.base_model
         self.head = causal_lm.get_output_embeddings()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, starts: None = None) -> Tensor:
         hidden: Tensor = self.body(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 

@@ -29,11 +29,26 @@ def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Apply rotary positions to (B, H, T, D), in the halves convention of the Llama checkpoints."""
+    """Apply rotary positions, (2, T, D) or one table per sequence, (2, B, 1, T, D), to (B, H, T, D).
+
+    In the halves convention of the Llama checkpoints.
+    """
     cos, sin = rotary.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     rotated: Tensor = x * cos + torch.cat((-second, first), dim=-1) * sin
     return rotated
+
+
+def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores so that a token sees its own document up to itself: 0 or -inf, (B, 1, T, T).
+
+    `starts` (B, T) says where the token's document begins. In the type of the queries, and not as booleans: of those
+    every block would make and keep a copy of its own.
+    """
+    place = torch.arange(starts.shape[1], device=starts.device)
+    seen = (place <= place[:, None]) & (place >= starts[..., None])  # (B, T, T)
+    nothing = torch.zeros((), dtype=dtype, device=starts.device)
+    return torch.where(seen, nothing, -torch.inf).unsqueeze(1)
 
 
 class Linear(nn.Linear):
@@ -121,7 +136,9 @@ class Attention(nn.Module):
         self.qkv = Linear(dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=qkv_bias)
         self.out = Linear(dim, dim, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def forward(
+        self, x: Tensor, rotary: Tensor | None, mask: Tensor | None = None
+    ) -> Tensor:  # (B, T, C) -> (B, T, C)
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         q, k, v = heads.transpose(1, 2).split(
@@ -129,13 +146,18 @@ class Attention(nn.Module):
         )
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        grouped = self.n_kv_heads != self.n_heads
+        if grouped and mask is not None:  # no fused CUDA kernel takes both
+            repeats = self.n_heads // self.n_kv_heads
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         y = F.scaled_dot_product_attention(
             q,
             k,
             v,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.n_kv_heads != self.n_heads,
+            is_causal=mask is None,
+            enable_gqa=grouped and mask is None,
         )
         return self.out(y.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]
 
@@ -179,8 +201,8 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+    def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
         return self.feed_forward(x)
 
     def feed_forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from memtrain.model.layers import (
     Block,
     GeluMLP,
     SwigluMLP,
+    document_mask,
     make_norm,
     rotary_table,
 )
@@ -20,13 +21,16 @@ from memtrain.model.layers import (
 
 @dataclass
 class Segment:
-    """One or more consecutive blocks: hidden states (B, T, C) and rotary table in, hidden states out."""
+    """One or more consecutive blocks: hidden states (B, T, C) and what all blocks share in, hidden states out.
+
+    Shared are the rotary table and, where documents are kept apart, the mask.
+    """
 
     blocks: list[int]
     run: Callable[..., Tensor]
 
-    def __call__(self, x: Tensor, rotary: Tensor | None) -> Tensor:
-        return self.run(x, rotary)
+    def __call__(self, x: Tensor, *shared: Tensor | None) -> Tensor:
+        return self.run(x, *shared)
 
 
 @dataclass(frozen=True)
@@ -98,18 +102,26 @@ class Transformer(nn.Module):
         if self.dimensions.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
+    def forward(
+        self, tokens: Tensor, starts: Tensor | None = None
+    ) -> Tensor:  # (B, T) -> (B, T, C)
+        """With `starts` (B, T), where each token's document begins, documents do not see each other."""
         T = tokens.shape[1]
         x = self.embedding(tokens)
-        rotary = None
+        shared: list[Tensor | None] = [None]  # what every block is given
         if self.positions is not None:
-            x = x + self.positions.weight[:T]
+            learned = self.positions
+            x = x + (learned.weight[:T] if starts is None else learned(places(starts)))
         else:
             d = self.dimensions
-            rotary = rotary_table(T, d.dim // d.n_heads, d.rope_theta, tokens.device)
+            table = rotary_table(T, d.dim // d.n_heads, d.rope_theta, tokens.device)
+            # (2, T, D) or (2, B, 1, T, D)
+            shared = [table if starts is None else table[:, places(starts)].unsqueeze(2)]
         x = self.dropout(x)
+        if starts is not None:
+            shared.append(document_mask(starts, compute_dtype(x)))
         for segment in self.segments:
-            x = segment(x, rotary)
+            x = segment(x, *shared)
         return self.norm(x)  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -157,6 +169,17 @@ def make_transformer(
         place(made)
     model.tie()
     return model
+
+
+def places(starts: Tensor) -> Tensor:
+    """(B, T): the place of each token in its document."""
+    return torch.arange(starts.shape[1], device=starts.device) - starts
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products with `x` are computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def count_parameters(model: nn.Module) -> int:

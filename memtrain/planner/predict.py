@@ -128,6 +128,9 @@ def make_step(
     def batch() -> Batch:
         tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
         targets = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
-        return Batch(tokens, targets, tokens.numel())
+        starts = None
+        if config.data.document_mask:
+            starts = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        return Batch(tokens, targets, tokens.numel(), starts)
 
     return step, window

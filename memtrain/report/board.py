@@ -98,10 +98,11 @@ def in_unit(key: str, value: float) -> float:
 
 def plain_value(value: Any) -> bool | float | str:
     """TensorBoard knows booleans, finite numbers and strings; all else is shown as text."""
-    if isinstance(value, (bool, str)):
+    if isinstance(value, bool):
         return value
     number = isinstance(value, (int, float)) and math.isfinite(value)
-    return float(value) if number else str(value)
+    # A file's name may hold bytes that are no text.
+    return float(value) if number else str(value).encode(errors="backslashreplace").decode()
 
 
 def pixels(fig: "Figure") -> np.ndarray[Any, np.dtype[np.uint8]]:

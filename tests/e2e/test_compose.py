@@ -27,6 +27,7 @@ CHOICES = [f"{path.parent.name}={path.stem}" for path in FILES]
 
 NEEDS = {
     "data=text": ["data.path=corpus.txt"],
+    "data=jsonl": ["data.path=chats.jsonl"],
     "checkpointing=per_block": ["checkpointing.per_block=[keep,keep,keep,recompute]"],
     "data=tokens": ["data.path=corpus.bin"],
     "offload=optimizer_nvme": ["offload.nvme_dir=/mnt/nvme"],
@@ -54,7 +55,7 @@ PARAMETERS = {
 
 
 def test_all_files_are_found() -> None:
-    assert len(CHOICES) == 86
+    assert len(CHOICES) == 87
 
 
 @pytest.mark.parametrize("choice", CHOICES)

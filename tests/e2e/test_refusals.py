@@ -26,7 +26,7 @@ WRONG_MACHINE_OR_DATA = {
         ["model.vocab_size=256", "256"],
     ),
 }
-LEFT_BEHIND = {".hydra", "config.yaml", "train.log", "summary.json"}
+LEFT_BEHIND = {".hydra", ".lock", "config.yaml", "train.log", "summary.json"}
 
 
 @pytest.fixture

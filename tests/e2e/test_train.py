@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import ROOT, TINY_TEXT, Finished, Run, Start
+from command import TINY_TEXT, Finished, Run, Start
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -162,16 +162,11 @@ def test_a_path_is_relative_to_where_the_command_was_typed(
 
 
 def test_two_runs_of_the_same_second_have_a_folder_each(start: Start, tmp_path: Path) -> None:
-    """With the folder pattern of the config. They also have the same seed, so the same losses."""
-    config = yaml.safe_load((ROOT / "conf/config.yaml").read_text(encoding="utf-8"))
-    pattern = config["hydra"]["run"]["dir"].replace("${project_root:}", str(tmp_path))
-    pattern = pattern.replace(
-        "${folder_name:${name}}", "twin"
-    )  # not to be written on a command line
-    both = [start("debug=tiny", "name=twin", folder=Path(pattern)) for _ in range(2)]
+    """They also have the same seed, so the same losses."""
+    both = [start("debug=tiny", "name=twin", outputs=tmp_path) for _ in range(2)]
     finished = [one.finish() for one in both]
     assert [one.returncode for one in finished] == [0, 0], finished[0].stderr
-    folders = sorted((tmp_path / "outputs/runs/twin").iterdir())
+    folders = sorted((tmp_path / "runs/twin").iterdir())
     assert {int(folder.name.split("_")[-1]) for folder in folders} == {
         one.process.pid for one in both
     }

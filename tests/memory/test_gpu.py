@@ -27,6 +27,7 @@ FORMS = [
     (),
     ("precision=bf16",),
     ("precision=fp16", "accum=2"),
+    ("precision=bf16", "data.source=jsonl", "data.path=x", "data.document_mask=true"),
     ("precision=bf16_true", "offload=optimizer"),
     ("precision=bf16", "checkpoint_every=1"),
     ("precision=bf16", "checkpointing=selective"),
@@ -55,7 +56,7 @@ def test_predicted_peak_is_measured(config, overrides):
     assert predicted == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("overrides", FORMS[4:], ids=" ".join)
+@pytest.mark.parametrize("overrides", FORMS[5:], ids=" ".join)
 def test_gradients_are_those_of_the_plain_run(config, overrides):
     device = torch.device("cuda")
     found = []

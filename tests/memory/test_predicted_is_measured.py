@@ -53,6 +53,15 @@ VARIANTS = [
     ("optimizer=lion",),
     ("optimizer=muon",),
     ("optimizer.implementation=foreach",),
+    ("data.source=jsonl", "data.path=x", "data.document_mask=true", "precision=bf16", "accum=2"),
+    (
+        "data.source=jsonl",
+        "data.path=x",
+        "data.document_mask=true",
+        "model.positions=rope",
+        "model.n_kv_heads=2",
+        "offload=activations",
+    ),
     ("model.dropout=0.1",),
     ("model.dropout=0.1", "checkpoint_every=1", "precision=bf16"),
 ]

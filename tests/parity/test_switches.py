@@ -87,18 +87,6 @@ def test_gradients_equal_an_independent_computation(tiny, bench):
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_worked_example_of_unequal_token_counts(tiny, bench):
-    """Loss sums 3 over 1 token and 8 over 16 tokens make 11/17, not the mean of means."""
-    step = bench.step(tiny())
-    sums = iter((3.0, 8.0))
-    step.loss_function = lambda hidden, *rest: (hidden.sum() * 0 + next(sums)) * rest[-1]
-    one, sixteen = bench.samples(2).tokens.split(1)
-    targets = torch.full((1, 16), -100)
-    targets[0, 0] = 1
-    window = [type(bench.samples())(one, targets, 1), type(bench.samples())(sixteen, sixteen, 16)]
-    assert step.accumulate(window).item() == pytest.approx(11 / 17, abs=1e-6)
-
-
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("micro_batch", [8, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.1])

@@ -55,6 +55,16 @@ COMBINATIONS = {
     "seq_len=32 model.max_seq_len=16": ["seq_len=32", "model.max_seq_len=16"],
     "data=text": ["data.path", "data=text"],
     "data=tokens": ["data.path", "data=tokens"],
+    "data=jsonl": ["data.path", "data=jsonl"],
+    "data=text data.path=a data.document_mask=true": [
+        "data.document_mask=true",
+        "data=text",
+        "data=jsonl",
+    ],
+    "data=jsonl data.path=a task=plan model=hf model.config=b": [
+        "data.document_mask=true",
+        "model=hf",
+    ],
     "data=tokens data.path=[a,b]": ["data.path", "one token file"],
     "tokenizer=file": ["tokenizer.path", "tokenizer=file"],
     "keep=0": ["keep=0", "-1 for all"],

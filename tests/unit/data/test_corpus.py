@@ -35,6 +35,15 @@ def test_text_files_takes_files_folders_and_globs_once_and_sorted(tmp_path: Path
     assert names(found, tmp_path) == ["b.txt", "dir/a.md", "dir/z.txt", "other/c.txt"]
 
 
+def test_of_folders_only_files_with_the_suffix_are_taken(tmp_path: Path) -> None:
+    for name in ("dir/a.jsonl", "dir/readme.md", "b.txt", "other/c.txt"):
+        write(tmp_path / name)
+    found = text_files(["dir", "b.txt"], tmp_path, ".jsonl")
+    assert names(found, tmp_path) == ["b.txt", "dir/a.jsonl"]
+    with pytest.raises(UserError, match=r"'other' matches no \.jsonl file"):
+        text_files(["other"], tmp_path, ".jsonl")
+
+
 def test_hidden_files_are_taken_when_named(tmp_path: Path) -> None:
     write(tmp_path / ".hidden")
     write(tmp_path / ".cache/a.txt")

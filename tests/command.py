@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120.0
 # No card: what is asserted here holds on every machine.
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -67,18 +67,23 @@ Start = Callable[..., Started]
 Run = Callable[..., Finished]
 
 
-def start_train(overrides: list[str], cwd: Path, folder: Path) -> Started:
-    """Start it in `cwd`; what it writes goes to `folder`."""
+def start_train(
+    overrides: list[str], cwd: Path, folder: Path, outputs: Path | None = None
+) -> Started:
+    """Start it in `cwd`; what it writes goes to `folder`, or into `outputs` as the config says."""
     if not any(text.startswith("plan=") for text in overrides):
         overrides = [
             *overrides,
             "plan=off",
         ]  # a second process per run, where planning is not the point
     places = [f"{key}={folder}" for key in ("hydra.run.dir", "hydra.sweep.dir")]
+    environment = ENVIRONMENT
+    if outputs is not None:
+        places, environment = [], ENVIRONMENT | {"MEMTRAIN_OUTPUTS": str(outputs)}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *overrides, *places],
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=environment,
         text=True,
         encoding="utf-8",
         stdout=subprocess.PIPE,
