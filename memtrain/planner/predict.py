@@ -20,6 +20,10 @@ from memtrain.planner.speed import estimate_speed
 
 N_STEPS = 3
 """The first step has no optimizer state, the second meets an allocator that has; from the third on all are alike."""
+MOST_ACCUM = 3
+"""Micro-batches of a window that are run: the first, one between, the last. More of those between change no peak."""
+SCALAR_BYTES = 512
+"""What the loss of a micro-batch takes until the window ends: the CUDA allocator's smallest block."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +106,68 @@ def run_steps(
     config: Config, dimensions: Dimensions, phantom: PhantomGPU | PhantomCPU
 ) -> Prediction:
     start_s = time.perf_counter()
+    n_between = max(0, config.accum - MOST_ACCUM)
     with phantom:
         step, windows = make_step(config, dimensions, phantom.device)
-        for _ in range(N_STEPS):
+        for number in range(N_STEPS):
             phantom.step_boundary()
-            step(windows())
+            last = number == N_STEPS - 1
+            if last and n_between:
+                shorter = phantom.report()
+            step(windows(config.accum - n_between - (n_between > 0 and not last)))
         parameters = count_parameters(step.model)
     report = phantom.report()
+    if n_between:
+        report = lengthened(report, shorter, n_between, batch_bytes(config))
     return Prediction(report, parameters, time.perf_counter() - start_s)
+
+
+def batch_bytes(config: Config) -> int:
+    """Tokens, targets and, where documents are kept apart, where they begin."""
+    n_arrays = 3 if config.data.document_mask else 2
+    return n_arrays * config.micro_batch * config.seq_len * torch.int64.itemsize
+
+
+def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -> Report:
+    """The report of a window with `n_more` micro-batches, each adding what separates `report` from `shorter`.
+
+    The window's batches wait on the host.
+    """
+    before = {(op.name, op.phase, op.dtype, op.kind, op.on_device): op for op in shorter.ops}
+    ops = []
+    for op in report.ops:
+        old = before.get((op.name, op.phase, op.dtype, op.kind, op.on_device))
+        more = {
+            field: getattr(op, field)
+            + n_more * (getattr(op, field) - (getattr(old, field) if old else 0))
+            for field in ("calls", "flops", "moved_bytes")
+        }
+        ops.append(replace(op, **more))
+    flops: dict[str, int] = {}
+    for op in ops:
+        if op.flops and op.on_device:
+            flops[op.kind] = flops.get(op.kind, 0) + op.flops
+    totals = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_written_bytes")
+    moved = {
+        name: getattr(report, name) + n_more * (getattr(report, name) - getattr(shorter, name))
+        for name in totals
+    }
+    scalars_bytes = n_more * SCALAR_BYTES
+    return replace(
+        report,
+        ops=ops,
+        flops=flops,
+        peak_allocated_bytes=report.peak_allocated_bytes + scalars_bytes,
+        peak_active_bytes=report.peak_active_bytes + scalars_bytes,
+        host_peak_bytes=report.host_peak_bytes + n_more * batch_bytes,
+        host_pinned_peak_bytes=report.host_pinned_peak_bytes + n_more * batch_bytes,
+        **moved,
+    )
 
 
 def make_step(
     config: Config, dimensions: Dimensions, device: torch.device
-) -> tuple[TrainStep, Callable[[], list[Batch]]]:
+) -> tuple[TrainStep, Callable[..., list[Batch]]]:
     if config.model.config:
         model: LanguageModel = build.build_hf_model(config, device)
     else:
@@ -122,8 +175,8 @@ def make_step(
     step = build.build_step(config, model, device)
     shape, pinned = (config.micro_batch, config.seq_len), device.type != "cpu"
 
-    def window() -> list[Batch]:
-        return [batch() for _ in range(config.accum)]
+    def window(accum: int = config.accum) -> list[Batch]:
+        return [batch() for _ in range(accum)]
 
     def batch() -> Batch:
         tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)

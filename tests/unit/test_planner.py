@@ -96,6 +96,27 @@ def test_bytes_move_as_arithmetic_says(shaped):
     assert four.flops["matmul"] == pytest.approx(2 * two.flops["matmul"])
 
 
+def test_a_long_window_is_planned_from_a_short_one(shaped, monkeypatch):
+    """All micro-batches run, against three of them and the rest reckoned."""
+    from memtrain.planner import predict as module
+
+    wanted, card = shaped("accum=6", "offload=optimizer", "offload.gradients=true"), load_card("l4")
+    dimensions = build_dimensions(wanted, 2048)
+    reckoned = predict(wanted, dimensions, card).report
+    monkeypatch.setattr(module, "MOST_ACCUM", 6)
+    run = predict(wanted, dimensions, card).report
+    assert reckoned.peak_allocated_bytes == run.peak_allocated_bytes
+    assert reckoned.peak_reserved_bytes == run.peak_reserved_bytes
+    assert reckoned.host_peak_bytes == run.host_peak_bytes
+    assert (reckoned.h2d_bytes, reckoned.d2h_bytes) == (run.h2d_bytes, run.d2h_bytes)
+    assert reckoned.flops == run.flops
+    assert {op.name: op.moved_bytes for op in reckoned.ops} == {
+        op.name: op.moved_bytes for op in run.ops
+    }
+    seconds = [estimate_speed(report, card, False, 6).step_seconds for report in (reckoned, run)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+
+
 def test_offloaded_state_is_on_the_host(shaped):
     card = load_card("a100_80gb")
     wanted = shaped("offload=optimizer")
