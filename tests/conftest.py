@@ -8,6 +8,7 @@ import torch
 from command import ROOT, TIMEOUT_S, Finished, Run, Start, Started, start_train
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from workbench import Workbench
 
 import train  # noqa: F401  registers the resolvers that the config uses
 from memtrain.config import Config, parse
@@ -33,6 +34,11 @@ def config() -> Callable[..., Config]:
 def tiny() -> Callable[..., Config]:
     """The tiny CPU base: vocabulary 64, width 32, 2 heads, 4 layers, seq_len 16, micro_batch 2."""
     return lambda *overrides: compose_config("debug=tiny", "device=cpu", *overrides)
+
+
+@pytest.fixture
+def bench() -> Workbench:
+    return Workbench()
 
 
 @pytest.fixture(scope="session")

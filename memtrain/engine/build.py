@@ -429,10 +429,10 @@ def build_updates(config: Config, model: LanguageModel, device: torch.device) ->
     if optimizer_home(config) == "device":
         return [build_device_update(config, model, groups, make)]
     on_host = host_parameters(config, model)
-    host_groups = only(groups, lambda p: p in on_host)
-    device_groups = only(groups, lambda p: p not in on_host)
-    updates: list[Update] = [build_host_update(config, model, device, host_groups, make)]
-    if device_groups:
+    updates: list[Update] = []
+    if host_groups := only(groups, lambda p: p in on_host):
+        updates.append(build_host_update(config, model, device, host_groups, make))
+    if device_groups := only(groups, lambda p: p not in on_host):
         updates.append(build_device_update(config, model, device_groups, make))
     return updates
 
@@ -467,7 +467,7 @@ def host_parameters(config: Config, model: LanguageModel) -> set[nn.Parameter]:
     """Those whose optimizer is on the host: `offload.optimizer_fraction` of all, evenly spread."""
     share, seen, chosen = config.offload.optimizer_fraction, 0, 0
     found = set()
-    for parameter in model.parameters():
+    for parameter in (p for p in model.parameters() if p.requires_grad):
         seen += parameter.numel()
         if chosen + parameter.numel() / 2 <= share * seen:
             chosen += parameter.numel()

@@ -359,17 +359,18 @@ class HostOptimizer:
             return
         slot.arrived.synchronize()
         gradient = partial(self._scaled_piece, slot.number)
-        for start, values in self._states.step(slot.number, slot.lr, gradient):
-            self._weights.write(slot.weight, start, values)
+        with torch.autocast("cpu", enabled=False):  # forward passes call it from their midst
+            for start, values in self._states.step(slot.number, slot.lr, gradient):
+                self._weights.write(slot.weight, start, values)
         self._weights.written(slot.weight)
         slot.filled, slot.norm = False, None
 
     def _scaled_piece(self, number: int, start: int, stop: int) -> Tensor:
         """Factor x gradient in fp32."""
-        gradient = self._gradients.piece(number, start, stop).float()
-        if self._factor is not None and self._factor.item() != 1:
-            gradient.mul_(self._factor)
-        return gradient
+        gradient = self._gradients.piece(number, start, stop)
+        if self._factor is None or self._factor.item() == 1:
+            return gradient.float()
+        return scaled(gradient, self._factor)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         self.settle()
@@ -377,6 +378,13 @@ class HostOptimizer:
 
     def load_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         self._states.load_state(self._slots[parameter].number, state, self._weights.read(parameter))
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """`factor` x gradient in fp32: in place, or in one pass with the conversion."""
+    if gradient.dtype == torch.float32:
+        return gradient.mul_(factor)
+    return gradient * factor.reshape(1)  # with a dimension it makes the product fp32
 
 
 def tell_before_reading(

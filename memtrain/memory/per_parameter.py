@@ -191,9 +191,12 @@ class PerParameter:
     def _step_one(
         self, weight: nn.Parameter, lr: float, gradient: Tensor, factor: Tensor | None, skip: Tensor
     ) -> None:
-        gradient = gradient.float()
-        if factor is not None:
+        if factor is None:
+            gradient = gradient.float()
+        elif gradient.dtype == torch.float32:
             gradient.mul_(factor)
+        else:  # with a dimension the factor makes the product fp32, in one pass
+            gradient = gradient * factor.reshape([1] * gradient.ndim)
         self._steppers[weight].step(gradient, lr, skip)
 
     # In backward

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from memtrain.config import Config
 from memtrain.data.loader import Batch
 from memtrain.engine import build
 from memtrain.engine.step import TrainStep
+from memtrain.memory.host_optimizer import HostOptimizer
 from memtrain.model.hf import LanguageModel
 from memtrain.model.transformer import Dimensions, count_parameters
 from memtrain.phantom import CATEGORIES, PhantomCPU, PhantomGPU, Report
@@ -115,11 +116,22 @@ def run_steps(
             if last and n_between:
                 shorter = phantom.report()
             step(windows(config.accum - n_between - (n_between > 0 and not last)))
+            phantom.label(state_on_device(step), "optimizer_state")
         parameters = count_parameters(step.model)
     report = phantom.report()
     if n_between:
         report = lengthened(report, shorter, n_between, batch_bytes(config))
     return Prediction(report, parameters, time.perf_counter() - start_s)
+
+
+def state_on_device(step: TrainStep) -> Iterator[torch.Tensor]:
+    """What optimizers keep there, for the report: some of it is in no torch optimizer."""
+    for update in step.updates:
+        if not isinstance(update, HostOptimizer):
+            for group in update.param_groups:
+                for parameter in group["params"]:
+                    values = update.state(parameter).values()
+                    yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
 def batch_bytes(config: Config) -> int:

@@ -128,29 +128,3 @@ def test_a_masked_micro_batch_counts_nothing(tiny, bench):
     plain([batch])
     for ours, theirs in zip(step.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_unscaled_and_clipped_once_per_window(tiny, bench, monkeypatch):
-    step = bench.step(tiny("precision=fp16", "clip=1.0"))
-    calls = []
-    unscale = step.scaler.unscale_
-    monkeypatch.setattr(step.scaler, "unscale_", lambda o: (calls.append(1), unscale(o)))
-    for number in range(3):
-        step(bench.window(bench.samples(seed=number), 2))
-    assert len(calls) == 3
-
-
-def test_clipping_comes_after_unscaling(tiny, bench):
-    """16 weights with gradient 3: norm 12 before clipping, update norm 1 after, whatever the scale."""
-    step = bench.step(tiny("precision=fp16", "clip=1.0", "optimizer=sgd", "optimizer.momentum=0",
-                           "optimizer.lr=1.0", "optimizer.weight_decay=0"))  # fmt: skip
-    for parameter in step.model.parameters():
-        parameter.requires_grad_(False)
-    weight = step.model.norm.weight.requires_grad_()
-    step.loss_function = lambda *arguments: weight.float()[:16].sum() * 3 * 512 * arguments[-1]
-    batch = bench.samples(ragged=False)
-    batch.n_targets = 512
-    before = weight.detach().clone()
-    _, norm, _ = step([batch]).tolist()
-    assert norm == pytest.approx(12.0)
-    assert (weight - before).norm().item() == pytest.approx(1.0, abs=1e-5)
