@@ -26,7 +26,7 @@ test: setup  ## the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile $(TEST_ARGS)
 
 test-slow: setup  ## the tests that `make test` leaves out and that need no GPU
-	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist worksteal $(TEST_ARGS)
 
 check: setup  ## lint, format, types, import contract
 	$(BIN)/ruff check .

@@ -1,11 +1,14 @@
 """memtrain's command line: Hydra composes the config, a task runs it, the exit code says how it ended."""
 
+import argparse
 import os
 import re
 import signal
 import sys
+import traceback
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +25,13 @@ from memtrain.run_folder import resumed_folder
 
 ROOT = Path(__file__).resolve().parent
 OUTPUTS = Path(os.environ.get("MEMTRAIN_OUTPUTS") or ROOT / "outputs").absolute()
+EXPECTED = (HydraException, OmegaConfBaseException, ValueError, OSError)
+"""What composing raises for what is typed and written."""
+TAKES_A_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-dir", "-cd"),
+    *("--config-name", "-cn", "--config-path", "-cp"),
+)
+"""Of Hydra's flags."""
 
 OmegaConf.register_new_resolver("project_root", lambda: str(ROOT))
 OmegaConf.register_new_resolver("outputs", lambda: str(OUTPUTS))
@@ -37,7 +47,7 @@ def job(config: DictConfig) -> float | None:
     """One run here, or one job of a sweep in a process of its own. Returns the number a sweeper minimises."""
     settings = HydraConfig.get()
     if settings.mode == RunMode.MULTIRUN:
-        return sweep.run_job(Path(__file__).resolve(), settings)
+        return sweep.run_job(Path(__file__).resolve(), settings, config.sweep.resume)
     tree = plain_tree(config)
     plans = (tree.get("task"), tree.get("plan")) == ("train", "on")
     planner = PlannerProcess() if plans else None  # starts while torch is imported here
@@ -56,8 +66,13 @@ def plain_tree(config: DictConfig) -> dict[str, Any]:
 
 
 def refuse(error: Exception) -> int:
-    print(f"error: {one_line(error)}", file=sys.stderr)
+    print(f"error: {' '.join(one_line(error).split())}", file=sys.stderr)
     return errors.EXIT_REFUSED
+
+
+def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In the place of Hydra's whole usage."""
+    sys.exit(refuse(ValueError(f"{message}; `python train.py --hydra-help` lists the flags")))
 
 
 def one_line(error: Exception) -> str:
@@ -70,17 +85,40 @@ def one_line(error: Exception) -> str:
         return f"{error.override}: cannot be read; quote the value, as in key='\"a=b\"'"
     if match := re.match(r"Could not override '([^']+)'", text):
         return f"{match[1]}: unknown key or choice; `python train.py --help` lists them"
-    return " ".join(text.split("Config search path")[0].split())
+    if not text or not isinstance(error, EXPECTED):
+        return f"command line or config file cannot be composed: {text or type(error).__name__}"
+    return text.split("Config search path")[0]
+
+
+def flags_first(words: list[str]) -> list[str]:
+    """Hydra reads overrides only where no flag comes between them."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        (flags if word.startswith("-") else overrides).append(word)
+        if word in TAKES_A_VALUE:
+            flags += islice(rest, 1)
+    return [*flags, "--", *overrides]
+
+
+def is_of_composition(error: Exception) -> bool:
+    """Whether it was raised by Hydra or below it: whatever it is, the words that were composed are wrong."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].split(".")[0] in ("hydra", "omegaconf", "yaml")
 
 
 def main() -> int:
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    argparse.ArgumentParser.error = refuse_flags  # type: ignore[method-assign, assignment]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own report
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_TERMINATED))
     try:
         job()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        return refuse(error)  # a task's own errors end in the task: these are Hydra's
+    except Exception as error:  # a task's own errors end in the task
+        if not isinstance(error, EXPECTED) and not is_of_composition(error):
+            raise
+        return refuse(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return errors.EXIT_INTERRUPTED

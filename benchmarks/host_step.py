@@ -3,10 +3,11 @@
     python benchmarks/host_step.py
     python benchmarks/host_step.py --pairs 15 --tensors 16 --elements 4194304
 
-The whole way of `offload=optimizer`: gradient to fp32, times the clip factor, AdamW on masters and moments, new weights
-to a bf16 buffer. To reach: 80 % of the bytes per second of a copy, and to be no slower than the loop that one would
-write around one `AdamW(fused=True)` over the same tensors. That optimizer's step alone, which converts and scales no
-gradient and writes no weight, is shown beside it.
+`same_tensors` are fp32 weights that live on the host (`offload=params`), with fp32 gradients that are not clipped: what
+the host does is then what `torch.optim.AdamW(fused=True)` does with the same tensors, and must not take longer (3 % are
+noise). The other cases are the whole way of `offload=optimizer`: gradient to fp32, times the clip factor, AdamW on
+masters and moments, new weights to a bf16 buffer; they are held against a loop with the same work around one fused
+AdamW. All are to reach 80 % of the bytes per second of a copy.
 """
 
 import argparse
@@ -23,35 +24,44 @@ from memtrain.engine.optimizers import make_optimizer
 from memtrain.memory.host_optimizer import HostOptimizer, MemoryGradients, MemoryState
 from memtrain.memory.param_offload import MemoryWeights
 
-GOALS = {"copy": 0.8, "fused_loop": 1.0, "fused_step_alone": None}
+GOALS = {"copy": 0.8, "fused": 0.97}
 STATE_BYTES = 3 * 4 + 3 * 4
 """Master and two moments, read and written."""
-WEIGHT_BYTES = 2
+WEIGHT_BYTES = {torch.bfloat16: 2, torch.float32: 0}
+"""Written beside the master; an fp32 weight is its own master."""
 
 
 class Weights(MemoryWeights):
-    """bf16 on the host; nobody waits for them."""
+    """On the host; nobody waits for them."""
 
     def written(self, weight: nn.Parameter) -> None:
         """It is there."""
 
 
 class Case:
-    """A host optimizer over `n_tensors` bf16 weights, its gradients, and what it is held against."""
+    """A host optimizer over `n_tensors` weights, its gradients, and what it is held against."""
 
-    def __init__(self, n_tensors: int, n_elements: int, dtype: torch.dtype, clips: bool) -> None:
+    def __init__(
+        self,
+        n_tensors: int,
+        n_elements: int,
+        dtype: torch.dtype,
+        clips: bool,
+        weight_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.make = partial(
             make_optimizer, "adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, momentum=0.0
         )
         self.weights = [
-            nn.Parameter(torch.randn(n_elements, dtype=torch.bfloat16)) for _ in range(n_tensors)
+            nn.Parameter(torch.randn(n_elements, dtype=weight_dtype)) for _ in range(n_tensors)
         ]
         for weight in self.weights:
             weight.grad_dtype = dtype
         self.gradient = torch.randn(n_elements).to(dtype)
         self.factor = torch.tensor(0.5) if clips else None
         self.n_parameters = n_tensors * n_elements
-        self.bytes_per_parameter = dtype.itemsize + STATE_BYTES + WEIGHT_BYTES
+        self.bytes_per_parameter = dtype.itemsize + STATE_BYTES + WEIGHT_BYTES[weight_dtype]
+        self.writes = weight_dtype != torch.float32
         self.update = self._host_optimizer()
 
     def _host_optimizer(self) -> HostOptimizer:
@@ -85,8 +95,8 @@ class Case:
         target = torch.empty_like(source)
         return lambda: seconds(lambda: target.copy_(source))
 
-    def fused_s(self, step_alone: bool) -> Callable[[], float]:
-        """One fused AdamW over fp32 masters; not alone: with the same work around it."""
+    def fused_s(self) -> Callable[[], float]:
+        """One fused AdamW over fp32 masters, with the same work around it."""
         masters = [weight.detach().float() for weight in self.weights]
         buffers = [torch.empty_like(weight) for weight in self.weights]
         gradients = [self.gradient.clone() for _ in masters]
@@ -97,17 +107,16 @@ class Case:
         def give() -> None:
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = gradient.float()
-                if self.factor is not None and not step_alone:
+                if self.factor is not None:
                     master.grad.mul_(self.factor)
 
         def loop() -> None:
             give()
             optimizer.step()
-            for buffer, master in zip(buffers, masters, strict=True):
+            for buffer, master in zip(buffers if self.writes else [], masters, strict=self.writes):
                 buffer.copy_(master.detach())
 
-        give()
-        return lambda: seconds(optimizer.step if step_alone else loop)
+        return lambda: seconds(loop)
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -119,16 +128,15 @@ def seconds(call: Callable[[], Any]) -> float:
 def compare(case: Case, pairs: int) -> dict[str, Any]:
     others = {
         "copy": case.copy_s(),
-        "fused_loop": case.fused_s(step_alone=False),
-        "fused_step_alone": case.fused_s(step_alone=True),
+        "fused": case.fused_s(),
     }
     found, steps = {}, []
     for name, other in others.items():
         timed = alternate(case.step_s, other, pairs)
         steps += [step_s for step_s, _ in timed]
         share, goal = spread([other_s / step_s for step_s, other_s in timed]), GOALS[name]
-        found[name] = {"share_of_its_speed": share, "goal": goal}
-        found[name]["reached"] = None if goal is None else share["median"] >= goal
+        reached = share["median"] >= goal
+        found[name] = {"share_of_its_speed": share, "goal": goal, "reached": reached}
     rate = spread([case.n_parameters / step_s for step_s in steps])
     return {
         "parameters_per_second": rate,
@@ -141,7 +149,7 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
     cells = [name, f"{found['parameters_per_second']['median'] / 1e6:.0f} M"]
     for other in found["share_of"].values():
         share = other["share_of_its_speed"]
-        goal = "" if other["goal"] is None else f"; {other['goal']}: {other['reached']}"
+        goal = f"; {other['goal']}: {other['reached']}"
         cells.append(
             f"{share['median']:.2f} ({share['low_quartile']:.2f} to {share['high_quartile']:.2f}{goal})"
         )
@@ -158,7 +166,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    found = {}
+    same = Case(arguments.tensors, arguments.elements, torch.float32, False, torch.float32)
+    found = {"same_tensors": compare(same, arguments.pairs)}
+    del same
     for dtype in (torch.bfloat16, torch.float32):
         for clips in (False, True):
             name = f"{str(dtype).removeprefix('torch.')} gradients{', clipped' if clips else ''}"
@@ -166,13 +176,7 @@ def main() -> None:
             found[name] = compare(case, arguments.pairs)
     print_rows(
         f"host step, median of {arguments.pairs} pairs",
-        (
-            "",
-            "parameters/s",
-            "share of a copy's speed",
-            "of a fused loop's",
-            "of the fused step alone",
-        ),
+        ("", "parameters/s", "share of a copy's speed", "of fused AdamW's"),
         [row(*item) for item in found.items()],
     )
     setup = {"tensors": arguments.tensors, "elements": arguments.elements}

@@ -46,8 +46,11 @@ class Range:
         return " and ".join(word for word in words if word)
 
 
-Positive = Annotated[int, Range(low=1)]
-NonNegative = Annotated[int, Range(low=0)]
+Positive = Annotated[int, Range(low=1, high=10**9)]
+NonNegative = Annotated[int, Range(low=0, high=10**18)]  # torch and numpy count in 64 bits
+Few = Annotated[int, Range(low=1, high=10**4)]
+Some = Annotated[int, Range(low=1, high=10**6)]
+"""Of what is made one by one, so that a slip of the finger is refused and not waited for."""
 PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(low=0)]
 Share = Annotated[float, Range(low=0, high=1)]
@@ -60,7 +63,7 @@ class ModelConfig:
 
     dim: Positive
     """Width of the residual stream."""
-    n_layers: Positive
+    n_layers: Few
     n_heads: Positive
     n_kv_heads: Positive | None
     """Key/value heads; null: as many as heads. Fewer is grouped-query attention, 1 multi-query."""
@@ -116,7 +119,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TokenizerConfig:
     kind: Literal["bytes", "bpe", "file"]
-    vocab_size: Annotated[int, Range(low=257)]
+    vocab_size: Annotated[int, Range(low=257, high=10**9)]
     """For `bpe`: size of the vocabulary trained on the corpus."""
     path: str | None
     """For `file`: any tokenizer.json."""
@@ -137,7 +140,7 @@ class PrecisionConfig:
     alone, rounded up or down at random so that small steps count in the mean."""
     gradients: Literal["fp32", "bf16"] | None
     """What gradients are kept and added up in; null: what the weights are stored in."""
-    loss_scale: PositiveFloat
+    loss_scale: Annotated[float, Range(above=0, high=1e38)]
     """For fp16: the first loss scale."""
     scale_growth_every: Positive
     """For fp16: good steps in a row after which the loss scale doubles."""
@@ -189,7 +192,7 @@ class OffloadConfig:
     """For `optimizer` and `optimizer_nvme`: share of the parameters whose optimizer is on the host."""
     nvme_dir: str | None
     """For the _nvme modes: an existing folder; the run makes one of its own in it and removes it at the end."""
-    nvme_buffer_mib: Annotated[int, Range(low=16)]
+    nvme_buffer_mib: Annotated[int, Range(low=16, high=10**9)]
     """For the _nvme modes: host memory for what is read ahead and written behind, in MiB."""
     min_tensor_bytes: NonNegative
     """For `activations`: smaller saved tensors stay on the device."""
@@ -282,6 +285,9 @@ class SweepConfig:
         "val_loss", "final_loss", "tokens_per_second", "peak_allocated_bytes", "host_peak_rss_bytes"
     ]
     """The number of summary.json that a job returns to a sweeper."""
+    resume: bool
+    """With -m: go on with the newest sweep of this `name` and these overrides. What is done is kept, what was
+    interrupted goes on, what failed is run again."""
 
 
 @dataclass(frozen=True)
@@ -293,11 +299,11 @@ class Config:
     device: Literal["auto", "cpu", "cuda"]
     steps: Annotated[int, Range(low=1, high=10**9)]
     """Optimizer steps; each consumes one window of `accum` micro-batches."""
-    micro_batch: Positive
+    micro_batch: Some
     """Sequences per forward and backward."""
     seq_len: Positive
     """Tokens per sequence."""
-    accum: Positive
+    accum: Some
     """Micro-batches whose gradients one optimizer step uses."""
     checkpoint_every: NonNegative
     """Blocks per recomputed segment; 0: nothing is recomputed."""
@@ -310,7 +316,7 @@ class Config:
     """Held-out sequences per validation, however they fall into micro-batches."""
     save_every: NonNegative
     """Steps between checkpoints, and one at the end; 0: only when a signal stops the run."""
-    keep: Annotated[int, Range(low=-1)]
+    keep: Annotated[int, Range(low=-1, high=10**9)]
     """Checkpoints that stay beside the one with the least validation loss: the last so many; -1: all."""
     resume: str | None
     """Go on with a run: latest (of this `name`), a run's folder or a checkpoint's; null: start a new one."""
@@ -825,6 +831,7 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("checkpointing.blocks", "blocks that are recomputed", lambda c: _recomputes_named_blocks(c)),
     ("generate.run", "task=generate", lambda c: c.task == "generate"),
     ("numerics.steps", "task=numerics", lambda c: c.task == "numerics"),
+    ("sweep.resume", "-m", lambda c: False),
 )
 
 

@@ -20,7 +20,8 @@ from memtrain.errors import UserError
 CHECKPOINTS = "checkpoints"
 WEIGHTS, DIMENSIONS, OPTIMIZER = "model.safetensors", "model.json", "optimizer.safetensors"
 STATE, CONFIG, META = "state.pt", "config.yaml", "meta.json"
-FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG, META)
+FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG)
+"""Of a checkpoint; META, written last, knows how long they are."""
 LOCK = ".lock"
 
 
@@ -53,29 +54,18 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
+    """Whether every file is there, and as long as it was written."""
     try:
-        read_meta(checkpoint)
-        whole = all(is_whole_tensor_file(checkpoint / name) for name in (WEIGHTS, OPTIMIZER))
-        return whole and all((checkpoint / name).is_file() for name in FILES)
+        sizes_bytes = read_meta(checkpoint)["sizes_bytes"]
+        return all((checkpoint / name).stat().st_size == sizes_bytes[name] for name in FILES)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Step, and the validation loss that was measured at it, if any."""
+    """Step, the validation loss that was measured at it, if any, and the sizes of the other files."""
     meta: dict[str, Any] = json.loads((checkpoint / META).read_text(encoding="utf-8"))
-    return {"step": int(meta["step"]), "val_loss": meta["val_loss"]}
-
-
-def is_whole_tensor_file(path: Path) -> bool:
-    """Whether a safetensors file is as long as its header says."""
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > path.stat().st_size:
-            return False
-        header = json.loads(file.read(header_bytes))
-    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-    return path.stat().st_size == 8 + header_bytes + max(ends, default=0)
+    return meta
 
 
 def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -> str:
@@ -102,6 +92,13 @@ def find_checkpoint(resume: str, runs_of_name: Path, base: Path) -> Path | None:
     if re.fullmatch(r"step_\d+", path.name):
         return path if is_complete(path) else None
     return newest(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Written under a temporary name and renamed: whoever reads it finds all of it, or what was there before."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 @contextmanager

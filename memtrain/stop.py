@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,9 +14,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While it is entered, `requested` says whether one of the signals has come."""
+    """While it is entered, `requested` says whether one of the signals has come.
 
-    def __init__(self) -> None:
+    The first shows `notice`; `pass_on` hears of each.
+    """
+
+    def __init__(self, notice: str, pass_on: Callable[[int], None] = lambda number: None) -> None:
+        self._notice, self._pass_on = notice, pass_on
         self.requested: int = 0
         """The signal's number."""
         self._before: dict[int, Any] = {}
@@ -35,13 +40,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._pass_on(number)
         if self.requested:
             os._exit(128 + number)  # whatever hangs shall not hold it up
         self.requested = number
         # os.write: the handler may have interrupted a print.
-        os.write(
-            sys.stderr.fileno(), b"\nstopping after this window, then saving; once more: at once\n"
-        )
+        os.write(sys.stderr.fileno(), f"\n{self._notice}; once more: at once\n".encode())
 
     def raise_if_requested(self, where: str) -> None:
         """Raises Stopped with the exit code of the signal."""

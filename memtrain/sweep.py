@@ -1,17 +1,25 @@
 """Sweeps: every job is a fresh process, a failing job is a row, the table comes at the end."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from omegaconf import read_write
 
-from memtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from memtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Stopped, UserError
+from memtrain.run_folder import LOCK, locked, newest, write_text
+from memtrain.stop import StopRequest
 
-STOP_WITHIN_S = 10
+OVERRIDES = "overrides.json"
+"""In a sweep's folder: what was typed, and so which jobs it has."""
 _OF_THE_SWEEP = (
     "hydra.mode",
     "hydra.run.",
@@ -22,34 +30,75 @@ _OF_THE_SWEEP = (
 )
 
 
-def run_job(script: Path, settings: Any) -> float:
-    """Run one job of a sweep (`settings` is Hydra's own config) and return its metric; NaN if it failed."""
+def run_job(script: Path, settings: Any, resume: bool) -> float:
+    """Run one job of a sweep (`settings` is Hydra's own config) and return its metric; NaN if it failed.
+
+    With `resume` a job that is done is not run again, and an interrupted one goes on from its checkpoint. Raises
+    Stopped where a signal has ended it.
+    """
     folder = Path(settings.runtime.output_dir)
-    overrides = list(settings.overrides.task)
+    overrides = of_the_job(settings.overrides.task)
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
+    before = read_summary(folder) if resume else None
+    if before and before["status"] == "ok" and of_the_job(before["overrides"]) == overrides:
+        print(f"job {settings.job.num}: kept", flush=True)
+        return leave_summary(folder, before | {"kept": True})
+    goes_on = resume and was_interrupted(before) and newest(folder) is not None
+    if resume and not goes_on:
+        clear(folder)
     for left_over in ("summary.json", "stderr.log"):  # of an earlier sweep in this folder
         (folder / left_over).unlink(missing_ok=True)
-    command = [sys.executable, str(script), *job_arguments(settings, folder)]
+    arguments = job_arguments(settings, folder) + ([f"resume={quoted(folder)}"] if goes_on else [])
+    command = [sys.executable, str(script), *arguments]
     process = subprocess.Popen(command, cwd=settings.runtime.cwd, stderr=subprocess.PIPE)
-    code = wait_for(process, folder / "stderr.log")
-    if code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
+    code, signal_number = wait_for(process, folder / "stderr.log")
     summary = read_summary(folder)
     if summary is None:
         # What ended the process left no time to say so.
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        summary = {"status": "failed", "error": f"the process ended without a summary ({how})"}
+        status = "interrupted" if signal_number else "failed"
+        summary = {"status": status, "error": f"the process ended without a summary ({how})"}
     if code and summary["status"] == "ok":
         summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
     summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    metric = leave_summary(folder, summary)
     if code:
         print(
             f"job {settings.job.num} {summary['status']}: see {folder}/stderr.log and train.log",
             flush=True,
         )
+    if signal_number or code == EXIT_INTERRUPTED:
+        raise Stopped(
+            128 + (signal_number or signal.SIGINT), "stopped; go on with sweep.resume=true"
+        )
+    return metric
+
+
+def of_the_job(overrides: Iterable[str]) -> list[str]:
+    """Without what says how to go on with it."""
+    return [text for text in overrides if not text.startswith(("sweep.resume=", "resume="))]
+
+
+def was_interrupted(summary: dict[str, Any] | None) -> bool:
+    """By a signal that left it time to save, or by one that left it no time to say so."""
+    return summary is None or summary["status"] == "interrupted"
+
+
+def clear(folder: Path) -> None:
+    """Of what a job left that is run again. Raises UserError if it still runs."""
+    with locked(folder):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+
+
+def leave_summary(folder: Path, summary: dict[str, Any]) -> float:
+    """The metric in it comes back."""
+    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     metric = summary.get("metric")
-    return float("nan") if code or metric is None else float(metric)
+    return float("nan") if summary["status"] != "ok" or metric is None else float(metric)
 
 
 def job_arguments(settings: Any, folder: Path) -> list[str]:
@@ -59,29 +108,39 @@ def job_arguments(settings: Any, folder: Path) -> list[str]:
         if source.provider == "command-line":
             flags += ["--config-dir", source.path]
     own = [text for text in settings.overrides.hydra if not text.startswith(_OF_THE_SWEEP)]
-    quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
-    return [*flags, *settings.overrides.task, *own, f'hydra.run.dir="{quoted}"']
+    task = [text for text in settings.overrides.task if not text.startswith("sweep.resume=")]
+    return [*flags, *task, *own, f"hydra.run.dir={quoted(folder)}"]
 
 
-def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
-    """The exit code; `log` keeps what the job said to stderr; whatever stops us stops the job too."""
+def quoted(folder: Path) -> str:
+    """As the value of an override."""
+    text = str(folder).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> tuple[int, int]:
+    """The exit code, and the signal that came meanwhile, if any; `log` keeps what the job said to stderr.
+
+    The first signal lets the job save and end.
+    """
+
+    def pass_on(number: int) -> None:
+        if number != signal.SIGINT:  # Ctrl-C reaches the job, too
+            process.send_signal(number)
+
     assert process.stderr
-    try:
-        for line in process.stderr:
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
-            with log.open("ab") as file:
-                file.write(line)
-        return process.wait()
-    except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has reached the job too
-            process.terminate()
+    with StopRequest("this job is the last one", pass_on) as stop:
         try:
-            process.wait(STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            for line in process.stderr:
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+                with log.open("ab") as file:
+                    file.write(line)
+            return process.wait(), stop.requested
+        except BaseException:
+            process.terminate()
             process.wait()
-        raise
+            raise
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -93,12 +152,39 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 class SweepTable(Callback):  # type: ignore[misc]
-    """Hydra callback: one table and one plot when all jobs are done, and exit code 1 if any failed."""
+    """Hydra callback: which folder a sweep writes to, and one table and one plot at its end.
+
+    The exit code is 1 if a job failed, 128 + the signal's number if one ended the sweep.
+    """
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self._started_s = time.time()
+        self._locked = ExitStack()
+        overrides = of_the_job(config.hydra.overrides.task)
+        try:
+            if config.sweep.resume:
+                use_folder(config, earlier_sweep(Path(config.hydra.sweep.dir), overrides))
+            folder = Path(config.hydra.sweep.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._locked.enter_context(locked(folder))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(EXIT_REFUSED)
+        write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
+
+    def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
+        error = job_return._return_value
+        if isinstance(error, Stopped):
+            self._report(config)
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(error.code)
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
+        if self._report(config):
+            sys.exit(EXIT_FAILED)
+
+    def _report(self, config: Any) -> bool:
+        """Whether a job failed."""
         folder = Path(config.hydra.sweep.dir)
         found = [
             path for path in folder.rglob("summary.json") if path.stat().st_mtime >= self._started_s
@@ -106,8 +192,25 @@ class SweepTable(Callback):  # type: ignore[misc]
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in found]
         summaries.sort(key=lambda summary: summary["job"])
         report_sweep(folder, summaries)
-        if any(summary["status"] != "ok" for summary in summaries):
-            sys.exit(EXIT_FAILED)
+        return any(summary["status"] != "ok" for summary in summaries)
+
+
+def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:
+    """`fresh` if it holds a sweep of these overrides, else the newest beside it that does. Raises UserError."""
+    files = [fresh / OVERRIDES] if fresh.exists() else list(fresh.parent.glob(f"*/{OVERRIDES}"))
+    same = [file for file in files if json.loads(file.read_text(encoding="utf-8")) == overrides]
+    if not same:
+        raise UserError(
+            f"sweep.resume=true: no sweep of the same overrides in {fresh.parent}; start it without"
+        )
+    return max(same, key=lambda file: file.stat().st_mtime).parent
+
+
+def use_folder(config: Any, folder: Path) -> None:
+    """For the sweep, and for the configs of its jobs, which are composed anew."""
+    with read_write(config.hydra):
+        config.hydra.sweep.dir = str(folder)
+        config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(folder)}")
 
 
 def report_sweep(folder: Path, summaries: list[dict[str, Any]]) -> None:

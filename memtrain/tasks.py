@@ -1,5 +1,6 @@
 """What `task=` selects. The only module that sees everything: config, engine, report."""
 
+import errno
 import logging
 import sys
 import traceback
@@ -21,7 +22,7 @@ from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
 from memtrain.engine import build
-from memtrain.engine.checkpoint import Checkpoints, load_weights, save_weights
+from memtrain.engine.checkpoint import Checkpoints, load_weights, read_config, save_weights
 from memtrain.engine.generate import generate as generate_tokens
 from memtrain.engine.loop import Progress, mean_loss
 from memtrain.engine.loop import train as train_loop
@@ -55,11 +56,15 @@ from memtrain.run_folder import (
     locked,
     newest,
     step_of,
+    write_text,
 )
 from memtrain.stop import StopRequest
 from memtrain.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("memtrain")
+logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -109,15 +114,22 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
         sys.exit(code)
     finally:
         if not (resumes and summary["status"] == "refused"):  # the run is as it was
-            write_json(place.folder / "summary.json", summary)
+            leave_summary(place.folder, summary)
         if place.planner:
             place.planner.close()
     metric: float | None = summary["metric"]
     return metric
 
 
+def leave_summary(folder: Path, summary: dict[str, Any]) -> None:
+    try:
+        write_json(folder / "summary.json", summary)
+    except OSError as error:  # how the run ended matters more
+        console.print_warning(f"{folder / 'summary.json'}: not written ({error.strerror})")
+
+
 def write_config(tree: dict[str, Any], folder: Path) -> None:
-    (folder / CONFIG).write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    write_text(folder / CONFIG, yaml.safe_dump(tree, sort_keys=False))
 
 
 def outcome(error: BaseException) -> tuple[str, int | None]:
@@ -127,15 +139,23 @@ def outcome(error: BaseException) -> tuple[str, int | None]:
         return "interrupted", None
     if isinstance(error, UserError):
         return "refused", EXIT_REFUSED
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return "out_of_memory", EXIT_OUT_OF_MEMORY
     if isinstance(error, Stopped):
         return "interrupted", error.code
-    if isinstance(error, SaveError):
+    if isinstance(error, SaveError) or getattr(error, "errno", None) in DISK_ERRORS:
         return "not_saved", EXIT_FAILED
     if isinstance(error, NotFiniteError):
         return "not_finite", EXIT_NOT_FINITE
     return "failed", EXIT_FAILED
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On the device or the host, whose allocator has no error type of its own in torch."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return "can't allocate memory" in text or "Storage size calculation overflowed" in text
 
 
 # --- train --------------------------------------------------------------------------------------------------------
@@ -195,7 +215,7 @@ def train_model(
         console.Progress(config.steps) as bar,
         Recorder(place.folder, bar.update, *flops, progress.steps) as recorder,
         checkpoints,
-        StopRequest() as stop,
+        StopRequest("stopping after this window, then saving") as stop,
     ):
         train_loop(
             step,
@@ -241,9 +261,14 @@ def resume(
     if checkpoint is None:
         where = place.folder.parent if config.resume == "latest" else config.resume
         raise UserError(f"resume={config.resume}: no whole checkpoint in {where}; start without it")
+    there = newest(place.folder)
+    if there and not there.samefile(checkpoint):
+        raise UserError(
+            f"hydra.run.dir={place.folder}: holds another run than {checkpoint}; choose another folder"
+        )
     for path in damaged(checkpoint.parent.parent):
         console.print_warning(f"{path}: not whole; left alone")
-    old = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    old = read_config(checkpoint)
     found = changes(old, chosen)
     check_changes(found, old, chosen)
     if step_of(checkpoint) > config.steps:

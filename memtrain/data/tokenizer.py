@@ -1,7 +1,11 @@
 """Text to token ids and back."""
 
+import atexit
 import hashlib
+import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -10,7 +14,8 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from memtrain.errors import UserError
+from memtrain.errors import EXIT_INTERRUPTED, UserError
+from memtrain.run_folder import write_text
 from memtrain.units import MIB
 
 END_OF_TEXT = "<|endoftext|>"
@@ -62,7 +67,7 @@ class Tokenizer:
         return text
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_text(path, self.to_json())
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -90,7 +95,7 @@ def train_bpe(
         show_progress=False,
     )
     backend = _byte_level(models.BPE())
-    backend.train_from_iterator(_counted(pieces, progress), trainer)
+    _interruptibly(lambda: backend.train_from_iterator(_counted(pieces, progress), trainer))
     end_of_text_id = backend.token_to_id(END_OF_TEXT)
     assert end_of_text_id is not None
     return Tokenizer(backend, end_of_text_id)
@@ -131,6 +136,34 @@ def _byte_characters() -> list[str]:
     printable |= set(range(ord("®"), ord("ÿ") + 1))
     others = iter(range(N_BYTES, 2 * N_BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(N_BYTES)]
+
+
+def _interruptibly(work: Callable[[], None]) -> None:
+    """Do it in a thread: in the main one, what does not come back to Python for long would hold up Ctrl-C."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tokenizer", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # The thread goes on; an interpreter that takes itself down around it would abort.
+        atexit.register(_end_process, getattr(stop, "code", EXIT_INTERRUPTED))
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _end_process(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _counted(pieces: Iterable[str], progress: Callable[[int], None] | None) -> Iterator[str]:

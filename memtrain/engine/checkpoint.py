@@ -6,7 +6,7 @@
       optimizer.safetensors  <parameter>/<name>, and <parameter>/master where a weight has an fp32 master
       state.pt               counters, loss scale, data position, random states: `torch.load(..., weights_only=True)`
       config.yaml            what was chosen
-      meta.json              step and validation loss, for choosing between checkpoints
+      meta.json              step and validation loss, for choosing between checkpoints, and the sizes of the files
 
 A folder has that name only when all of it is on the disk: it is written under another, synced and renamed.
 """
@@ -18,11 +18,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +36,7 @@ from memtrain.run_folder import (
     CHECKPOINTS,
     CONFIG,
     DIMENSIONS,
+    FILES,
     META,
     OPTIMIZER,
     STATE,
@@ -42,6 +45,7 @@ from memtrain.run_folder import (
     newest,
     read_meta,
     step_name,
+    write_text,
 )
 
 CHUNK_BYTES = 2**26
@@ -64,10 +68,10 @@ DTYPES = {
 
 
 class Snapshot:
-    """Tensors as they are now, read piece by piece by another thread while the owner goes on.
+    """Tensors as they are now, read by another thread while the owner goes on.
 
-    The owner calls `freeze` before it changes any of them: what has not been read by then is copied, or waited for
-    where host memory has no room for a copy.
+    That thread calls `copy` first. The owner calls `freeze` before it changes any of them: where host memory has no
+    room for a copy it waits until the other has read them piece by piece.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -91,17 +95,19 @@ class Snapshot:
         """Nothing is read any more."""
         self._all_read.set()
 
-    def freeze(self) -> None:
-        if self._frozen or self._all_read.is_set():
-            return
+    def copy(self) -> bool:
+        """What is left; False where host memory has no room for it."""
         with self._lock:
             left_bytes = sum(tensor.nbytes for tensor in list(self._tensors.values()))
-            if left_bytes < free_host_bytes() // 2:
+            if not self._frozen and left_bytes < free_host_bytes() // 2:
                 for name, tensor in list(self._tensors.items()):
                     self._tensors[name] = tensor.detach().to("cpu", copy=True)
                 self._frozen = True
-                return
-        self._all_read.wait()
+            return self._frozen
+
+    def freeze(self) -> None:
+        if not self._all_read.is_set() and not self.copy():
+            self._all_read.wait()
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -125,12 +131,16 @@ def write_tensors(
 
 
 def write_synced(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
-    with path.open("wb", buffering=0) as file:
-        for part in parts:
-            for piece in part:
-                while len(piece):  # a disk that fills up takes a part, then raises
-                    piece = piece[file.write(piece) :]
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                for piece in part:
+                    while len(piece):  # a disk that fills up takes a part, then raises
+                        piece = piece[file.write(piece) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # a write does not say where
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -168,7 +178,7 @@ class Checkpoints:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def save(self, contents: Contents) -> None:
         """Returns before it is written: call `before_change` before any of its tensors changes."""
@@ -195,7 +205,8 @@ class Checkpoints:
             error, self._error = self._error, None
             last = newest(self.run_folder)
             raise SaveError(
-                f"{error.filename or self.folder}: the checkpoint could not be written ({error.strerror}); "
+                f"{getattr(error, 'filename', None) or self.folder}: the checkpoint could not be written "
+                f"({getattr(error, 'strerror', None) or error}); "
                 f"{f'{last.name} is the last complete one' if last else 'there is no complete one'}; "
                 "make room there and go on with resume=latest"
             ) from error
@@ -215,16 +226,17 @@ class Checkpoints:
             self._thread.join()
 
     def _run(self, contents: Contents, snapshot: Snapshot, state: bytes) -> None:
-        temporary = self.folder / f".{step_name(contents.step)}.{os.getpid()}"
+        temporary = self.folder / ".new"  # what a kill left of it is gone with the next one
         try:
+            snapshot.copy()
             self._write(temporary, contents, snapshot, state)
             final = self.folder / step_name(contents.step)
-            shutil.rmtree(final, ignore_errors=True)  # the same step, saved again
+            if final.exists():  # a damaged one, or the same step, saved again
+                remove(final)
             temporary.rename(final)
             sync_folder(self.folder)
             self._remove_old()
-        except OSError as error:
-            error.filename = error.filename or str(temporary)
+        except Exception as error:  # `wait` tells it
             self._error = error
             shutil.rmtree(temporary, ignore_errors=True)
         finally:
@@ -236,15 +248,12 @@ class Checkpoints:
         write_tensors(folder / WEIGHTS, contents.weights, snapshot, "w/")
         write_tensors(folder / OPTIMIZER, contents.optimizer, snapshot, "o/")
         snapshot.finish()
-        meta = {"step": contents.step, "val_loss": contents.val_loss}
-        texts = {
-            DIMENSIONS: json.dumps(asdict(contents.dimensions), indent=2),
-            CONFIG: contents.config_text,
-            META: json.dumps(meta),
-        }
         write_synced(folder / STATE, [state])
-        for name, text in texts.items():
-            write_synced(folder / name, [text.encode()])
+        write_synced(folder / CONFIG, [contents.config_text.encode()])
+        write_synced(folder / DIMENSIONS, [dimensions_text(contents.dimensions).encode()])
+        sizes_bytes = {name: (folder / name).stat().st_size for name in FILES}
+        meta = {"step": contents.step, "val_loss": contents.val_loss, "sizes_bytes": sizes_bytes}
+        write_synced(folder / META, [json.dumps(meta).encode()])
         sync_folder(folder)
 
     def _remove_old(self) -> None:
@@ -253,7 +262,7 @@ class Checkpoints:
             return
         found = complete(self.run_folder)
         losses = {path: read_meta(path)["val_loss"] for path in found}
-        measured = {path: loss for path, loss in losses.items() if loss is not None}
+        measured = {p: loss for p, loss in losses.items() if loss is not None and isfinite(loss)}
         kept = set(found[-self._keep :])
         if measured:
             kept.add(min(measured, key=lambda path: measured[path]))
@@ -264,7 +273,8 @@ class Checkpoints:
 
 def remove(checkpoint: Path) -> None:
     """Takes its name away first, so that half of it is never taken for all of it."""
-    doomed = checkpoint.with_name(f".{checkpoint.name}.old")
+    doomed = checkpoint.with_name(".old")
+    shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -273,9 +283,29 @@ def remove(checkpoint: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Counters, scale, position and random states. No code in the file is run."""
-    state: dict[str, Any] = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    """Counters, scale, position and random states. No code in the file is run. Raises UserError for another content."""
+    try:
+        state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has many for what it did not write
+        raise not_ours(checkpoint / STATE) from error
+    if not isinstance(state, dict) or not state.keys() >= {"progress", "scaler", "data", "random"}:
+        raise not_ours(checkpoint / STATE)
     return state
+
+
+def read_config(checkpoint: Path) -> dict[str, Any]:
+    """What was chosen. Raises UserError for another content."""
+    try:
+        tree = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise not_ours(checkpoint / CONFIG) from error
+    if not isinstance(tree, dict):
+        raise not_ours(checkpoint / CONFIG)
+    return tree
+
+
+def not_ours(path: Path) -> UserError:
+    return UserError(f"{path}: not what a checkpoint holds there; resume from another one")
 
 
 def restore_tensors(
@@ -340,8 +370,14 @@ def load_weights(folder: Path, device: torch.device) -> Transformer:
 def save_weights(model: Transformer, folder: Path) -> None:
     """The finished model, written under a temporary name and renamed. A tied head is stored once, as the embedding."""
     weights = {name: model.weight(p) for name, p in model.named_parameters()}
-    temporary = folder / f".{WEIGHTS}.{os.getpid()}"
-    write_tensors(temporary, weights, Snapshot(weights), "")
-    temporary.replace(folder / WEIGHTS)
-    text = json.dumps(asdict(model.dimensions), indent=2)
-    (folder / DIMENSIONS).write_text(text + "\n", encoding="utf-8")
+    temporary = folder / f".{WEIGHTS}.tmp"
+    try:
+        write_tensors(temporary, weights, Snapshot(weights), "")
+        temporary.replace(folder / WEIGHTS)
+    finally:
+        temporary.unlink(missing_ok=True)
+    write_text(folder / DIMENSIONS, dimensions_text(model.dimensions))
+
+
+def dimensions_text(dimensions: Dimensions) -> str:
+    return json.dumps(asdict(dimensions), indent=2) + "\n"

@@ -87,7 +87,8 @@ def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Posit
 
     restore_tensors(checkpoint, model, load)
     if step.scaler.is_enabled() and state["scaler"]:
-        step.scaler.load_state_dict(state["scaler"])
+        growth_interval = step.scaler.get_growth_interval()  # is a setting
+        step.scaler.load_state_dict({**state["scaler"], "growth_interval": growth_interval})
     loader.load_state_dict(state["data"])
     set_random_states(step.device, state["random"])
     return Progress(**state["progress"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from memtrain.report.board import TAGS, Board
 from memtrain.report.console import perplexity
+from memtrain.run_folder import write_text
 
 METRICS = "metrics.jsonl"
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
@@ -37,7 +38,7 @@ class Recorder:
             records = records_until(folder / METRICS, resumed_step)
             for record in records:
                 self._summarise(record)
-            write_lines(folder / METRICS, records)
+            write_text(folder / METRICS, "".join(f"{json.dumps(r)}\n" for r in records))
         self._metrics = (folder / METRICS).open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> "Recorder":
@@ -110,18 +111,9 @@ def records_until(path: Path, step: int) -> list[dict[str, Any]]:
     return records
 
 
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Written under a temporary name and renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
-    temporary.replace(path)
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Written under a temporary name and renamed; NaN and infinity become null."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(finite(value), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """NaN and infinity become null."""
+    write_text(path, json.dumps(finite(value), indent=2) + "\n")
 
 
 def finite(value: Any) -> Any:

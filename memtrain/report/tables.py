@@ -35,6 +35,7 @@ class Column:
 COLUMNS = (
     Column("strategy", "strategy", justify="left"),
     Column("status", "status", justify="left"),
+    Column("kept", "kept", lambda kept: "yes", justify="left"),
     Column("gpu", "GPU", justify="left"),
     Column("fits", "fits", lambda fits: "yes" if fits else "no", justify="left"),
     Column("peak_bytes", "peak memory ({peak})", format_bytes),
@@ -191,7 +192,7 @@ def add_column(table: Table, name: str, justify: str) -> None:
 
 def changes_table(changes: Iterable[tuple[str, Any, Any]]) -> Table:
     """What a resumed run does otherwise: key, then, now."""
-    table = Table(title="changed since the checkpoint")
+    table = Table(title="changed")
     for column in ("key", "then", "now"):
         table.add_column(column)
     for key, then, now in changes:

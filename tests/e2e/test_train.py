@@ -1,13 +1,11 @@
 """What a run shows and leaves behind, and how it ends."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from command import TINY_TEXT, Finished, Run, Start
+from command import TINY_TEXT, Finished, Run
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -26,7 +24,6 @@ SUMMARY_KEYS = {
     "overrides",
 }
 STEPS = [1, 2, 3, 4, 5, 6]
-STOP_WITHIN_S = 10
 
 
 def read_summary(folder: Path) -> dict:
@@ -159,57 +156,3 @@ def test_a_path_is_relative_to_where_the_command_was_typed(
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
     assert (folder / "model.safetensors").is_file()
     assert read_summary(folder)["final_loss"] == read_summary(text_run.folder)["final_loss"]
-
-
-def test_two_runs_of_the_same_second_have_a_folder_each(start: Start, tmp_path: Path) -> None:
-    """They also have the same seed, so the same losses."""
-    both = [start("debug=tiny", "name=twin", outputs=tmp_path) for _ in range(2)]
-    finished = [one.finish() for one in both]
-    assert [one.returncode for one in finished] == [0, 0], finished[0].stderr
-    folders = sorted((tmp_path / "runs/twin").iterdir())
-    assert {int(folder.name.split("_")[-1]) for folder in folders} == {
-        one.process.pid for one in both
-    }
-    first, second = (read_metrics(folder) for folder in folders)
-    assert [record["step"] for record in first] == list(range(1, 11))
-    assert [record["loss"] for record in first] == [record["loss"] for record in second]
-    for folder in folders:
-        assert len(list(folder.glob("events.out.tfevents.*"))) == 1
-        assert read_summary(folder)["parameters"] == 53440
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_run_cleanly(number: signal.Signals, code: int, start: Start) -> None:
-    started = start("debug=tiny", "steps=1000000")
-    started.wait_for_line("step 20/")
-    started.process.send_signal(number)
-    finished = started.finish(STOP_WITHIN_S)
-    assert finished.returncode == code
-    assert "Traceback" not in finished.stderr
-    summary = read_summary(finished.folder)
-    assert summary["status"] == "interrupted"
-    steps = [record["step"] for record in read_metrics(finished.folder)]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
-    assert [point.step for point in read_events(finished.folder).Scalars("train/loss")] == steps
-    assert_no_process_of(started.process.pid)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_whole_sweep(number: signal.Signals, code: int, start: Start) -> None:
-    """SIGTERM reaches the parent alone, Ctrl-C all processes of the terminal."""
-    started = start("-m", "debug=tiny", "steps=1000000", "seed=0,1,2")
-    started.wait_for_line("step 20/")
-    send = os.killpg if number == signal.SIGINT else os.kill
-    send(started.process.pid, number)
-    finished = started.finish(STOP_WITHIN_S)
-    assert finished.returncode == code
-    assert "Traceback" not in finished.stderr
-    assert read_summary(finished.folder / "0")["status"] == "interrupted"
-    assert not (finished.folder / "1").exists()
-    assert_no_process_of(started.process.pid)
-
-
-def assert_no_process_of(group: int) -> None:
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
