@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,11 @@ def read_rows(folder: Path) -> list[dict[str, str]]:
 def read_summaries(folder: Path) -> list[dict]:
     paths = sorted(folder.glob("*/summary.json"), key=lambda path: int(path.parent.name))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def process_ids(folder: Path) -> list[int]:
@@ -106,3 +114,99 @@ def test_a_reused_sweep_folder_hides_no_failure(start: Start, tmp_path: Path) ->
     (row,) = csv.DictReader((tmp_path / "sweep/sweep.csv").open(encoding="utf-8"))
     assert row["status"] == "failed"
     assert "holds a run already" in (tmp_path / "sweep/0/stderr.log").read_text(encoding="utf-8")
+
+
+# --- stopped, and gone on with ------------------------------------------------------------------------------------
+
+JOBS = ["-m", "debug=tiny", "seed=0,1,2", "name=seeds", "schedule=constant", "save_every=5"]
+
+
+def the_sweep(outputs: Path) -> Path:
+    (folder,) = (outputs / "sweeps/seeds").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_ends_a_sweep_and_it_goes_on(
+    number: signal.Signals, code: int, start: Start, run: Run, tmp_path: Path
+) -> None:
+    """What is done is kept, the interrupted job goes on from where it was, the last one begins."""
+    started = start(*JOBS, "steps=150", outputs=tmp_path)
+    started.wait_for_line("job 1:")
+    started.wait_for_line("step 20/")
+    (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
+    finished = started.finish(20)
+    assert finished.returncode == code
+    assert "Traceback" not in finished.stdout + finished.stderr
+    folder = the_sweep(tmp_path)
+    assert [row["status"] for row in read_rows(folder)] == ["ok", "interrupted"]
+    assert "2 jobs" in finished.stdout and "sweep.resume=true" in finished.stderr
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.process.pid, 0)
+    stopped_at = read_metrics(folder / "1")[-1]["step"]
+    first, metrics = read_summaries(folder)[0], (folder / "0/metrics.jsonl").read_bytes()
+
+    resumed = run(*JOBS, "steps=150", "sweep.resume=true", outputs=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert the_sweep(tmp_path) == folder
+    assert f"step {stopped_at} of 150" in resumed.stdout
+    rows = read_rows(folder)
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert [row["kept"] for row in rows] == ["True", "", ""]
+    assert read_summaries(folder)[0] == first | {"kept": True}
+    assert (folder / "0/metrics.jsonl").read_bytes() == metrics
+    assert [[record["step"] for record in read_metrics(folder / job)] for job in "012"] == [
+        list(range(1, 151))
+    ] * 3
+    alone = run(*JOBS[1:2], *JOBS[4:], "seed=1", "steps=150")
+    losses = [[r["loss"] for r in read_metrics(path)] for path in (folder / "1", alone.folder)]
+    assert losses[0] == losses[1]
+
+
+def test_failed_jobs_and_those_killed_early_are_run_again(run: Run, tmp_path: Path) -> None:
+    """A job that failed begins anew, as does one that left nothing to go on with; so it may follow a mend."""
+    jobs = [*JOBS, "steps=4"]
+    assert run(*jobs, outputs=tmp_path).returncode == 0
+    folder = the_sweep(tmp_path)
+    failed = read_summaries(folder)[1] | {"status": "failed", "error": "by hand"}
+    (folder / "1/summary.json").write_text(json.dumps(failed))
+    (folder / "1/left_over").write_text("of the failed job")
+    (folder / "2/summary.json").unlink()
+    shutil.rmtree(folder / "2/checkpoints")
+    resumed = run(*jobs, "sweep.resume=true", outputs=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    rows = read_rows(folder)
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert [row["kept"] for row in rows] == ["True", "", ""]
+    assert not (folder / "1/left_over").exists()
+    for job in "012":
+        assert [record["step"] for record in read_metrics(folder / job)] == [1, 2, 3, 4]
+
+
+def test_only_a_sweep_of_the_same_overrides_goes_on(run: Run, tmp_path: Path) -> None:
+    assert run(*JOBS[:2], "seed=0", "name=seeds", "steps=1", outputs=tmp_path).returncode == 0
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for other in (["seed=0", "steps=2"], ["seed=1", "steps=1"]):
+        refused = run(*JOBS[:2], *other, "name=seeds", "sweep.resume=true", outputs=tmp_path)
+        assert refused.returncode == 2
+        (line,) = refused.stderr.splitlines()
+        assert line.startswith("error: sweep.resume=true: no sweep of the same overrides in ")
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_two_processes_do_not_write_one_sweep(start: Start, run: Run, tmp_path: Path) -> None:
+    endless = [*JOBS, "steps=1000000"]
+    started = start(*endless, outputs=tmp_path)
+    started.wait_for_line("step 1/")
+    refused = run(*endless, "sweep.resume=true", outputs=tmp_path)
+    os.kill(started.process.pid, signal.SIGTERM)
+    assert started.finish(20).returncode == 143
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert f"process {started.process.pid} is writing" in line
+
+
+def test_a_single_run_is_no_sweep(run: Run, tmp_path: Path) -> None:
+    finished = run("debug=tiny", "steps=1", "sweep.resume=true", outputs=tmp_path)
+    assert finished.returncode == 0
+    assert "warning: sweep.resume=true has no effect without -m" in finished.stderr
