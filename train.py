@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import traceback
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,18 @@ from memtrain.config import folder_name
 from memtrain.planner.child import PlannerProcess
 from memtrain.run_folder import resumed_folder
 
+
+def take_pinned_buffers_as_asked() -> None:
+    """torch rounds them up to a power of two, so to up to twice as much; from 2.13 on it can be told not to."""
+    torch_version = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
+    if torch_version >= (2, 13) and not os.environ.keys() & {
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    }:
+        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:0"
+
+
+take_pinned_buffers_as_asked()  # before torch is imported, here and in the processes that this one starts
 ROOT = Path(__file__).resolve().parent
 OUTPUTS = Path(os.environ.get("MEMTRAIN_OUTPUTS") or ROOT / "outputs").absolute()
 EXPECTED = (HydraException, OmegaConfBaseException, ValueError, OSError)

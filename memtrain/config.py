@@ -877,8 +877,14 @@ def no_effect_warnings(config: Config) -> list[str]:
         found.append(
             f"offload={config.offload.mode} moves no activations with offload.activations_fraction=0"
         )
-    if config.optimizer.name == "paged_adamw_8bit" and config.device == "cpu":
-        found.append("optimizer=paged_adamw_8bit pages nothing with device=cpu")
+    if config.optimizer.name == "paged_adamw_8bit":
+        key = "device=cpu" if config.device == "cpu" else f"offload={config.offload.mode}"
+        if config.device == "cpu" or optimizer_home(config) != "device":
+            found.append(f"optimizer=paged_adamw_8bit pages nothing with {key}")
+    if config.offload.gradients and config.accum == 1 and _has_device_weights_alone(config):
+        found.append(
+            "offload.gradients=true changes nothing with accum=1: gradients leave in every backward then"
+        )
     if config.checkpoint_every > config.model.n_layers:
         found.append(
             f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"

@@ -195,6 +195,8 @@ def train_model(
     """Build, train, save, sample; the summary's figures come back. `chosen` is the config that checkpoints keep."""
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
+    if config_module.optimizer_home(config) == "nvme":
+        check_room_for_files(config)
     progress, checkpoints = Progress(), Checkpoints(place.folder, config.keep)
     step.before_change = checkpoints.before_change
     if config.resume:
@@ -544,6 +546,14 @@ def check_host_memory(
         f"({format_bytes(plan['host_pinned_bytes'])} of it pinned), {format_bytes(free_bytes)} are free; "
         f"what fits: {nearest}"
     )
+
+
+def check_room_for_files(config: Config) -> None:
+    """Some are written, others are still to grow. Raises UserError if there is no room for that."""
+    assert config.offload.nvme_dir
+    folder = Path(config.offload.nvme_dir)
+    still_bytes = file_store.files_bytes(folder) - file_store.taken_bytes(folder)
+    file_store.check_folder(folder, max(0, still_bytes))
 
 
 @contextmanager

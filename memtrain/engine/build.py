@@ -465,7 +465,8 @@ def only(
 
 def host_parameters(config: Config, model: LanguageModel) -> set[nn.Parameter]:
     """Those whose optimizer is on the host: `offload.optimizer_fraction` of all, evenly spread."""
-    share, seen, chosen = config.offload.optimizer_fraction, 0, 0
+    on_device = weights_home(config) == "device"
+    share, seen, chosen = config.offload.optimizer_fraction if on_device else 1.0, 0, 0
     found = set()
     for parameter in (p for p in model.parameters() if p.requires_grad):
         seen += parameter.numel()
@@ -502,7 +503,7 @@ def build_host_update(
     offload = model.elsewhere if isinstance(model, Transformer) else None
     weights: WeightHome = DeviceWeights(parameters, device)
     if isinstance(offload, ParamOffload):
-        offload.resident = DeviceWeights([p for p in parameters if p.ndim < 2], device)
+        offload.resident = DeviceWeights([p for p in model.parameters() if p.ndim < 2], device)
         weights = offload
     pinned = device.type != "cpu"
     states: StateHome = MemoryState(make)

@@ -82,7 +82,7 @@ def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Posit
         parameter = parameters[name]
         if saved and parameter not in owner:
             raise UserError(f"{checkpoint}: {name} was trained there and is frozen here")
-        if saved:
+        if parameter in owner:  # without a state, too: a master is what the next step writes back
             owner[parameter].load_state(parameter, {**saved, "master": weight.float()})
 
     restore_tensors(checkpoint, model, load)

@@ -94,12 +94,10 @@ class FileState:
     def state(self, number: int) -> dict[str, Tensor]:
         """Mapped from the files: nothing is read before it is used."""
         first = self._pieces[self._first[number]]
-        if first not in self._counters:
-            return {}
         shape = self._shapes[number]
         names = (MASTER, *self._moments)
         mapped = {name: self._store.map(f"{number}.{name}").view(shape) for name in names}
-        return {**self._counters[first], **mapped}
+        return {**self._counters.get(first, self._fresh), **mapped}
 
     def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
         self._ahead.clear()

@@ -292,10 +292,15 @@ def release_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def files_bytes(folder: Path) -> int:
+    """What the files of every store in `folder` take when they are full."""
+    return sum(store.total_bytes for store in list(_stores.values()) if store.folder == folder)
+
+
 def leftovers(nvme_dir: Path) -> list[tuple[Path, int]]:
     """Folders of runs that are gone, and the bytes they take: what a crash left behind."""
     folders = sorted(marker.parent for marker in nvme_dir.glob(f"memtrain-*/{MARKER}"))
-    return [(folder, _taken_bytes(folder)) for folder in folders if _is_abandoned(folder)]
+    return [(folder, taken_bytes(folder)) for folder in folders if _is_abandoned(folder)]
 
 
 def _is_abandoned(folder: Path) -> bool:
@@ -313,7 +318,7 @@ def _is_abandoned(folder: Path) -> bool:
     return True
 
 
-def _taken_bytes(folder: Path) -> int:
+def taken_bytes(folder: Path) -> int:
     """On the disk: what was never written of a file takes nothing."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 

@@ -45,7 +45,7 @@ class StateHome(Protocol):
         """Step with fp32 `gradient(start, stop)`; (start, new flat fp32 values) piece by piece."""
 
     def state(self, number: int) -> dict[str, Tensor]:
-        """Optimizer state and `master`, in the parameter's shape; empty before its first step."""
+        """Optimizer state and `master`, in the parameter's shape."""
 
     def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
         """Go on with a saved state; `weight` (flat) is the master where the state has none."""
@@ -105,8 +105,7 @@ class MemoryState:
 
     def state(self, number: int) -> dict[str, Tensor]:
         master, optimizer = self._kept[number]
-        state = optimizer.state.get(master)
-        return {**state, MASTER: master} if state else {}
+        return {**optimizer.state.get(master, {}), MASTER: master}
 
     def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
         master, optimizer = self._kept[number]

@@ -52,7 +52,7 @@ class _Kept:
     @property
     def state(self) -> dict[str, Tensor]:
         state = dict(self._optimizer.state.get(self._target, {}))
-        return {**state, "master": self._target} if self._has_master and state else state
+        return {**state, "master": self._target} if self._has_master else state
 
     @state.setter
     def state(self, state: dict[str, Tensor]) -> None:

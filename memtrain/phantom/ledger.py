@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
 from memtrain.phantom.allocator import Block, CachingAllocator
+from memtrain.units import MIB
 
 PHASES = ("forward", "backward", "optimizer", "other")
 FORWARD, BACKWARD, OPTIMIZER, OTHER = PHASES
 
 DEVICE, PAGEABLE, PINNED = "device", "pageable", "pinned"
+
+
+def pinned_block_bytes(size_bytes: int) -> int:
+    """What torch takes for a pinned buffer: a power of two (ATen/core/CachingHostAllocator.h), but for those above a
+    threshold that the allocator's settings may name (from torch 2.13 on).
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = next((os.environ[name] for name in names if name in os.environ), "")
+    threshold = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
+    if not size_bytes or (threshold and size_bytes > int(threshold[1]) * MIB):
+        return size_bytes
+    return int(2 ** (size_bytes - 1).bit_length())
 
 
 class Span(NamedTuple):
@@ -101,6 +116,8 @@ class Ledger:
 
     def allocate(self, space: str, size_bytes: int, op: str, module: str, stream: int) -> Record:
         """A new record. Raises OutOfMemoryError, and has then changed nothing."""
+        if space == PINNED:
+            size_bytes = pinned_block_bytes(size_bytes)
         record = Record(space, size_bytes, op, module, len(self.spans) - 1, stream)
         if not size_bytes:
             return record

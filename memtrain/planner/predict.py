@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from memtrain.config import Config
 from memtrain.data.loader import Batch
 from memtrain.engine import build
 from memtrain.engine.step import TrainStep
+from memtrain.memory import file_store
 from memtrain.memory.host_optimizer import HostOptimizer
 from memtrain.model.hf import LanguageModel
 from memtrain.model.transformer import Dimensions, count_parameters
@@ -31,6 +33,8 @@ SCALAR_BYTES = 512
 class Prediction:
     report: Report
     parameters: int
+    files_bytes: int
+    """On the disk, for the _nvme modes of offload."""
     plan_seconds: float
 
 
@@ -78,6 +82,7 @@ def make_plan(config: Config, dimensions: Dimensions, card: Card) -> dict[str, A
         "host_pinned_bytes": report.host_pinned_peak_bytes,
         "h2d_bytes_per_step": report.h2d_bytes,
         "d2h_bytes_per_step": report.d2h_bytes,
+        "nvme_bytes": prediction.files_bytes,
         "nvme_read_bytes_per_step": report.nvme_read_bytes,
         "nvme_written_bytes_per_step": report.nvme_written_bytes,
         "flops_per_step": sum(report.flops.values()),
@@ -118,10 +123,11 @@ def run_steps(
             step(windows(config.accum - n_between - (n_between > 0 and not last)))
             phantom.label(state_on_device(step), "optimizer_state")
         parameters = count_parameters(step.model)
+        files_bytes = file_store.files_bytes(Path(config.offload.nvme_dir or ""))
     report = phantom.report()
     if n_between:
         report = lengthened(report, shorter, n_between, batch_bytes(config))
-    return Prediction(report, parameters, time.perf_counter() - start_s)
+    return Prediction(report, parameters, files_bytes, time.perf_counter() - start_s)
 
 
 def state_on_device(step: TrainStep) -> Iterator[torch.Tensor]:

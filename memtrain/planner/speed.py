@@ -10,6 +10,8 @@ NVME_BANDWIDTH_GB_S = 5.0
 
 The link ends at 7.9 GB/s, data sheets say 5 to 7 while the SSD's fast cache lasts; a write that goes on is slower.
 """
+HOST_TFLOPS = 1.0
+"""Estimate: what a host's cores make of matrix products in fp32 (muon's, off the device)."""
 PHASES = ("forward", "backward", "optimizer", "other")
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
@@ -35,8 +37,13 @@ def estimate_speed(report: Report, card: Card, tf32: bool, accum: int = 1) -> Sp
     forward, backward, step = busy["forward"], busy["backward"], busy["optimizer"]
     for part, seconds in busy["other"].items():
         step[part] += seconds
-    step["host"] += forward["host"]  # it steps what forward is about to read
-    forward["host"] = 0.0
+    # The host steps what forward is about to read: of the files there, as much is read for that as is written.
+    state_files_s = min(forward["files"], 2 * forward.pop("writes"))
+    step["host"], forward["host"] = step["host"] + forward["host"], 0.0
+    step["files"], forward["files"] = (
+        step["files"] + state_files_s,
+        forward["files"] - state_files_s,
+    )
     parts = dict.fromkeys(("matrix products", "memory", "host link", "host", "files"), 0.0)
     first_forward_s = device_seconds(forward) / accum if step["host"] else 0.0
     for stretch, hidden_s in (
@@ -51,12 +58,15 @@ def estimate_speed(report: Report, card: Card, tf32: bool, accum: int = 1) -> Sp
 
 def busy_seconds(ops: list[OpUse], phase: str, card: Card, tf32: bool) -> dict[str, float]:
     """Seconds of work for each part in one phase; the link carries both ways at once."""
-    busy = dict.fromkeys(("matrix products", "memory", "h2d", "d2h", "host", "files"), 0.0)
+    busy = dict.fromkeys(("matrix products", "memory", "h2d", "d2h", "host"), 0.0)
+    busy |= {"nvme_read": 0.0, "nvme_write": 0.0}
     for op in ops:
         if op.phase == phase:
             part, seconds = operator_seconds(op, card, tf32)
             busy[part] += seconds
     busy["host link"] = max(busy.pop("h2d"), busy.pop("d2h"))
+    busy["writes"] = busy.pop("nvme_write")
+    busy["files"] = busy.pop("nvme_read") + busy["writes"]
     return busy
 
 
@@ -78,9 +88,10 @@ def operator_seconds(op: OpUse, card: Card, tf32: bool) -> tuple[str, float]:
     if op.kind in ("h2d", "d2h"):
         return op.kind, op.moved_bytes / (card.link_gb_s * 1e9)
     if op.kind in ("nvme_read", "nvme_write"):
-        return "files", op.moved_bytes / (NVME_BANDWIDTH_GB_S * 1e9)
+        return op.kind, op.moved_bytes / (NVME_BANDWIDTH_GB_S * 1e9)
     if not op.on_device:
-        return "host", op.moved_bytes / (card.host_bandwidth_gb_s * 1e9)
+        moving_s = op.moved_bytes / (card.host_bandwidth_gb_s * 1e9)
+        return "host", max(moving_s, op.flops / (HOST_TFLOPS * 1e12))
     memory_s = op.moved_bytes / (card.bandwidth_gb_s * 1e9)
     compute_s = op.flops / (compute_tflops(op.dtype, card, tf32) * card.efficiency * 1e12)
     return max(("matrix products", compute_s), ("memory", memory_s), key=lambda item: item[1])

@@ -45,7 +45,8 @@ def nvme_lines(plan: Plan) -> list[str]:
     if not read_bytes + written_bytes:
         return []
     return [
-        f"nvme       {format_bytes(read_bytes)} read and {format_bytes(written_bytes)} written per step"
+        f"nvme       {format_bytes(plan['nvme_bytes'])} of files · {format_bytes(read_bytes)} read and "
+        f"{format_bytes(written_bytes)} written per step"
     ]
 
 

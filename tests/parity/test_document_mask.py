@@ -145,7 +145,6 @@ FORMS = {
     ),
     "offload": ("offload=activations",),
     "offload and recompute": ("offload=activations", "checkpoint_every=2"),
-    "optimizer": ("offload=optimizer",),
 }
 
 

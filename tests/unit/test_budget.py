@@ -28,6 +28,7 @@ def case(config):
     return wanted, build_dimensions(wanted, 2048), load_card("a100_80gb")
 
 
+@pytest.mark.slow
 def test_the_choice_fits_and_is_as_fast_as_the_best_uniform_one(case):
     wanted, dimensions, card = case
     found = {policy: outcome(wanted, dimensions, card, (policy,) * 6) for policy in CHEAPEST_FIRST}

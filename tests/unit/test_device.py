@@ -27,6 +27,7 @@ def test_free_host_memory_is_at_most_what_there_is():
     assert 0 < free_host_bytes() < installed
 
 
+@pytest.mark.slow
 def test_what_the_host_has_no_room_for_is_refused_with_the_nearest_setting_that_fits(tiny):
     config = tiny(*TINY_OFFLOAD)
     card = load_card("a100_40gb")

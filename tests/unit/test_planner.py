@@ -265,8 +265,9 @@ def test_a_plan_shows_files_only_if_there_are_any(shaped):
     plan = make_plan(wanted, build_dimensions(wanted, 2048), load_card("l4"))
     assert plan["nvme_read_bytes_per_step"] == plan["nvme_written_bytes_per_step"] == 0
     assert not any(line.startswith("nvme") for line in planned.plan_lines(plan))
-    plan |= {"nvme_read_bytes_per_step": 3 * GIB, "nvme_written_bytes_per_step": 2 * GIB}
-    assert "nvme       3.00 GiB read and 2.00 GiB written per step" in planned.plan_lines(plan)
+    moved = {"nvme_read_bytes_per_step": 3 * GIB, "nvme_written_bytes_per_step": 2 * GIB}
+    line = "nvme       5.00 GiB of files · 3.00 GiB read and 2.00 GiB written per step"
+    assert line in planned.plan_lines(plan | moved | {"nvme_bytes": 5 * GIB})
 
 
 @pytest.mark.parametrize(
