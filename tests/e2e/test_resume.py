@@ -229,6 +229,7 @@ def test_masters_are_taken_over_when_storage_changes(run: Run, tmp_path: Path) -
     assert all(torch.equal(returned[name], optimizer[f"{name}/master"]) for name in weights)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_goes_on(run: Run, tmp_path: Path) -> None:
     """All five numbers, and not those of the config."""
     scaled = [*TINY, "precision=fp16", "save_every=7", "keep=-1", "name=scaled"]
@@ -241,6 +242,7 @@ def test_the_loss_scale_goes_on(run: Run, tmp_path: Path) -> None:
     assert [record["loss_scale"] for record in records(folder)] == [1024.0] * 8
 
 
+@pytest.mark.slow
 def test_the_position_counts_samples(run: Run, tmp_path: Path) -> None:
     """Three windows of four micro-batches of one: the next sample is the thirteenth, whatever was read ahead."""
     counted = [*TINY, "micro_batch=1", "accum=4", "save_every=1", "keep=-1", "name=counted"]
@@ -404,6 +406,7 @@ def test_a_finished_run_goes_on_by_nothing(run: Run, short: Path) -> None:
     assert [step for step, _ in curve(short, "train/loss")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_there_are_is_refused(run: Run, short: Path) -> None:
     before = files(short)
     line = one_error_line(run(*TINY, "steps=3", f"resume={short}", outputs=short.parents[2]))
@@ -411,6 +414,7 @@ def test_fewer_steps_than_there_are_is_refused(run: Run, short: Path) -> None:
     assert files(short) == before
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_not_written_into(run: Run, short: Path) -> None:
     other = short.with_name("other")
     shutil.copytree(short, other)
@@ -434,6 +438,7 @@ def test_two_processes_do_not_write_one_run(start: Start, run: Run, tmp_path: Pa
     assert summary(folder)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_generate_from_a_checkpoint(run: Run, tmp_path: Path, corpus: str) -> None:
     (tmp_path / "corpus.txt").write_text(corpus)
     text = [*TINY_TEXT, "data.path=corpus.txt", "save_every=3", "keep=-1", "name=words"]
@@ -449,6 +454,7 @@ def test_generate_from_a_checkpoint(run: Run, tmp_path: Path, corpus: str) -> No
 # --- how many stay ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "left"),
     [(1, [12]), (2, [11, 12]), pytest.param(-1, [*range(1, 13)], marks=pytest.mark.slow)],

@@ -24,7 +24,7 @@ SWITCHES = [
         ("fp32", "bf16", "fp16", "bf16_true"),
         (1, 3),
         ("checkpoint_every=0", "checkpoint_every=2"),
-        ("none", "activations", "optimizer", "params"),
+        ("none", "activations", "optimizer"),
     )
 ]
 VARIANTS = [
@@ -39,6 +39,8 @@ VARIANTS = [
     ("model.norm=rmsnorm", "precision=bf16", "accum=2", "checkpointing=sqrt"),
     ("model.positions=rope", "model.n_kv_heads=2", "precision=bf16"),
     ("model.n_kv_heads=1", "checkpointing=alternate"),
+    ("offload=params", "precision=fp16", "accum=3"),
+    ("offload=params", "precision=bf16_true", "checkpoint_every=2"),
     ("offload=all", "precision=bf16"),
     ("offload=optimizer", "offload.gradients=true", "accum=2"),
     ("offload=optimizer", "offload.optimizer_fraction=0.5", "precision=bf16_true"),
