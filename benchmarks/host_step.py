@@ -1,7 +1,7 @@
 """How fast the optimizer steps on the host: against a plain copy of as many bytes, and against torch's fused AdamW.
 
     python benchmarks/host_step.py
-    python benchmarks/host_step.py --pairs 15 --tensors 16 --elements 4194304
+    python benchmarks/host_step.py --tensors 16 --elements 4194304
 
 `same_tensors` are fp32 weights that live on the host (`offload=params`), with fp32 gradients that are not clipped: what
 the host does is then what `torch.optim.AdamW(fused=True)` does with the same tensors, and must not take longer (3 % are
@@ -161,8 +161,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--tensors", type=int, default=8)
-    parser.add_argument("--elements", type=int, default=2**22, help="of each tensor")
+    parser.add_argument("--tensors", type=int, default=4)
+    parser.add_argument("--elements", type=int, default=2**24, help="of each: 4096 x 4096")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -252,6 +252,7 @@ class HostOptimizer:
         self._final = True
         self._next = 0
         self._factor: Tensor | None = None
+        self._scratch = torch.empty(0, device="cpu")
 
     def start(self, order: Iterable[nn.Parameter]) -> None:
         """Take the weights as they are. `order` is that in which forward reads them."""
@@ -367,9 +368,17 @@ class HostOptimizer:
     def _scaled_piece(self, number: int, start: int, stop: int) -> Tensor:
         """Factor x gradient in fp32."""
         gradient = self._gradients.piece(number, start, stop)
-        if self._factor is None or self._factor.item() == 1:
-            return gradient.float()
-        return scaled(gradient, self._factor)
+        if gradient.dtype != torch.float32:
+            gradient = self._converted(gradient)
+        if self._factor is not None and self._factor.item() != 1:
+            gradient.mul_(self._factor)
+        return gradient
+
+    def _converted(self, gradient: Tensor) -> Tensor:
+        """In fp32, until the next one. New memory for each would take the host longer to map than to fill."""
+        if self._scratch.numel() < gradient.numel():
+            self._scratch = torch.empty(gradient.numel(), device="cpu")
+        return self._scratch[: gradient.numel()].copy_(gradient)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         self.settle()
@@ -377,13 +386,6 @@ class HostOptimizer:
 
     def load_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         self._states.load_state(self._slots[parameter].number, state, self._weights.read(parameter))
-
-
-def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """`factor` x gradient in fp32: in place, or in one pass with the conversion."""
-    if gradient.dtype == torch.float32:
-        return gradient.mul_(factor)
-    return gradient * factor.reshape(1)  # with a dimension it makes the product fp32
 
 
 def tell_before_reading(
