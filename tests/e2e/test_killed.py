@@ -47,6 +47,8 @@ LONG_SAVES = [
 LONG_SAVES += ["model.dim=192", "save_every=1", "offload=optimizer_nvme"]
 """Two million weights, saved after every step: most of the time something is being written."""
 LIVES_UP_TO_S = 1.0
+N_KILLS = int(os.environ.get("KILLS", "20"))
+"""Of the slow test; KILLS=50 takes some minutes."""
 
 
 def kill_at_random(started: Started, moment: random.Random) -> bool:
@@ -76,7 +78,7 @@ def chain(name: str, kills: int, moment: random.Random, start: Start, outputs: P
 
 
 @pytest.mark.parametrize(
-    ("kills", "in_a_chain"), [(1, 1), pytest.param(50, 7, marks=pytest.mark.slow)]
+    ("kills", "in_a_chain"), [(1, 1), pytest.param(N_KILLS, 7, marks=pytest.mark.slow)]
 )
 def test_killed_runs_become_the_run_that_was_not(
     kills: int, in_a_chain: int, start: Start, run: Run, tmp_path: Path
