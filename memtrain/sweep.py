@@ -43,7 +43,7 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
     if before and before["status"] == "ok" and of_the_job(before["overrides"]) == overrides:
         print(f"job {settings.job.num}: kept", flush=True)
         return leave_summary(folder, before | {"kept": True})
-    goes_on = resume and was_interrupted(before) and newest(folder) is not None
+    goes_on = resume and newest(folder) is not None  # however it ended: what it has saved is kept
     if resume and not goes_on:
         clear(folder)
     for left_over in ("summary.json", "stderr.log"):  # of an earlier sweep in this folder
@@ -77,11 +77,6 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
 def of_the_job(overrides: Iterable[str]) -> list[str]:
     """Without what says how to go on with it."""
     return [text for text in overrides if not text.startswith(("sweep.resume=", "resume="))]
-
-
-def was_interrupted(summary: dict[str, Any] | None) -> bool:
-    """By a signal that left it time to save, or by one that left it no time to say so."""
-    return summary is None or summary["status"] == "interrupted"
 
 
 def clear(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 
 from memtrain import config as config_module
 from memtrain.cards import Card, match_card
@@ -22,7 +23,13 @@ from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
 from memtrain.engine import build
-from memtrain.engine.checkpoint import Checkpoints, load_weights, read_config, save_weights
+from memtrain.engine.checkpoint import (
+    Checkpoints,
+    load_weights,
+    not_ours,
+    read_config,
+    save_weights,
+)
 from memtrain.engine.generate import generate as generate_tokens
 from memtrain.engine.loop import Progress, mean_loss
 from memtrain.engine.loop import train as train_loop
@@ -64,7 +71,7 @@ from memtrain.units import MIB, format_bytes, format_count
 log = logging.getLogger("memtrain")
 logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -90,12 +97,14 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
         )
         sys.exit(EXIT_REFUSED)
     place.folder.mkdir(parents=True, exist_ok=True)
-    if not resumes:
-        write_config(tree, place.folder)
+    owned = False
     summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
     summary |= {"overrides": place.overrides, "run_dir": str(place.folder)}
     try:
         with locked(place.folder):
+            owned = True
+            if not resumes:
+                write_config(tree, place.folder)
             config = config_module.parse(tree)
             for warning in config_module.no_effect_warnings(config):
                 console.print_warning(warning)
@@ -113,7 +122,7 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
             traceback.print_exc()
         sys.exit(code)
     finally:
-        if not (resumes and summary["status"] == "refused"):  # the run is as it was
+        if owned and not (resumes and summary["status"] == "refused"):  # else the run is as it was
             leave_summary(place.folder, summary)
         if place.planner:
             place.planner.close()
@@ -277,7 +286,12 @@ def resume(
         raise UserError(
             f"steps={config.steps}: {checkpoint} is at step {step_of(checkpoint)}; raise steps to go on"
         )
-    progress = restore(checkpoint, step, model, loader)
+    try:
+        progress = restore(checkpoint, step, model, loader)
+    except (KeyError, TypeError, SafetensorError) as error:
+        raise not_ours(checkpoint) from error
+    if progress.steps != step_of(checkpoint):
+        raise not_ours(checkpoint)
     console.print_header([f"resumed    {checkpoint}, step {progress.steps} of {config.steps}"])
     if found:
         console.print_table(tables.changes_table(found))

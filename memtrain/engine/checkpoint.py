@@ -49,6 +49,8 @@ from memtrain.run_folder import (
 )
 
 CHUNK_BYTES = 2**26
+PER_ENTRY = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
+"""State that has the shape of its parameter: a kernel reads it without asking."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -328,6 +330,9 @@ def restore_tensors(
         kept: dict[str, list[str]] = {name: [] for name in parameters}
         for key in list(optimizer.keys()):
             name, _, own = key.rpartition("/")
+            shape = tuple(optimizer.get_slice(key).get_shape())
+            if name not in kept or (own in PER_ENTRY and shape != shapes[name]):
+                raise not_ours(checkpoint / OPTIMIZER)
             kept[name].append(own)
         for name, parameter in parameters.items():
             state = {own: optimizer.get_tensor(f"{name}/{own}") for own in kept[name]}
