@@ -286,8 +286,8 @@ class SweepConfig:
     ]
     """The number of summary.json that a job returns to a sweeper."""
     resume: bool
-    """With -m: go on with the newest sweep of this `name` and these overrides. What is done is kept, what was
-    interrupted goes on, what failed is run again."""
+    """With -m: go on with the newest sweep of this `name` and these overrides. What is done is kept, what has
+    a checkpoint goes on from it, the rest is run again."""
 
 
 @dataclass(frozen=True)

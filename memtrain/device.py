@@ -109,3 +109,25 @@ def placed(state: Mapping[str, Tensor], target: Tensor, fused: bool) -> dict[str
         else:
             found[name] = value.to(target.device, copy=True)
     return found
+
+
+def recorded(module: Any, stream: Any) -> Any:
+    """An event of `module`'s on `stream`, now; torch.cpu's streams give none by themselves."""
+    event = module.Event()
+    event.record(stream)
+    return event
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Of the host's generator and the device's, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = device_module(device).get_rng_state().cpu()
+    return states
+
+
+def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
+    """The device's stays as it is where `states` have none of its type."""
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        device_module(device).set_rng_state(states[device.type])

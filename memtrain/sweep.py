@@ -33,8 +33,8 @@ _OF_THE_SWEEP = (
 def run_job(script: Path, settings: Any, resume: bool) -> float:
     """Run one job of a sweep (`settings` is Hydra's own config) and return its metric; NaN if it failed.
 
-    With `resume` a job that is done is not run again, and an interrupted one goes on from its checkpoint. Raises
-    Stopped where a signal has ended it.
+    With `resume` a job that is done is not run again, and one that has a checkpoint goes on from it, however it ended.
+    Raises Stopped where a signal has ended it.
     """
     folder = Path(settings.runtime.output_dir)
     overrides = of_the_job(settings.overrides.task)

@@ -36,6 +36,7 @@ from memtrain.engine.loop import train as train_loop
 from memtrain.engine.optimizers import state_bytes_per_parameter
 from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, restore
 from memtrain.engine.step import TrainStep
+from memtrain.engine.update import parameters_of
 from memtrain.errors import (
     EXIT_FAILED,
     EXIT_NOT_FINITE,
@@ -223,7 +224,7 @@ def train_model(
         checkpoints.save(capture(step, model, loader, progress, val_loss, config_text))
 
     with (
-        console.Progress(config.steps) as bar,
+        console.Progress(config.steps, first_step=progress.steps) as bar,
         Recorder(place.folder, bar.update, *flops, progress.steps) as recorder,
         checkpoints,
         StopRequest("stopping after this window, then saving") as stop,
@@ -305,12 +306,7 @@ def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:
     """Bytes of optimizer state per trained parameter, as it really is; files are not read again for it."""
     if config_module.optimizer_home(config) == "nvme":
         return {}
-    states = [
-        (parameter, update.state(parameter))
-        for update in step.updates
-        for group in update.param_groups
-        for parameter in group["params"]
-    ]
+    states = [(p, update.state(p)) for update in step.updates for p in parameters_of(update)]
     size = state_bytes_per_parameter(states)
     return {
         "optimizer_bytes_per_parameter": size.bytes_per_parameter,

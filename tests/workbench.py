@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memtrain.config import Config
 from memtrain.data.loader import IGNORE_INDEX, Batch
@@ -11,6 +11,18 @@ from memtrain.engine import build
 from memtrain.engine.step import TrainStep
 
 CPU = torch.device("cpu")
+
+
+class Scalar(nn.Module):
+    """One weight, in the place of the hidden states of every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        return self.head.weight.expand(*tokens.shape, 1)
 
 
 class Workbench:

@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memtrain.device import device_module
+from memtrain.data.loader import Windows
+from memtrain.device import random_states, set_random_states
 from memtrain.engine.checkpoint import Contents, read_state, restore_tensors
 from memtrain.engine.loop import Progress
 from memtrain.engine.step import TrainStep
-from memtrain.engine.update import Update
+from memtrain.engine.update import parameters_of
 from memtrain.errors import UserError
 from memtrain.model.transformer import Transformer
 
@@ -35,15 +36,10 @@ ROUNDING = ("micro_batch", "accum")
 """Keys whose product is fixed: the same window in other pieces gives the same sums, rounded differently."""
 
 
-class Positioned(Protocol):
-    def state_dict(self) -> dict[str, int]: ...
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-
 def capture(
     step: TrainStep,
     model: Transformer,
-    loader: Positioned,
+    loader: Windows,
     progress: Progress,
     val_loss: float | None,
     config_text: str,
@@ -72,7 +68,7 @@ def capture(
     )
 
 
-def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Positioned) -> Progress:
+def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Windows) -> Progress:
     """Raises UserError if the model or the trained parameters are not those of the checkpoint."""
     state = read_state(checkpoint)
     parameters = dict(model.named_parameters())
@@ -92,23 +88,6 @@ def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Posit
     loader.load_state_dict(state["data"])
     set_random_states(step.device, state["random"])
     return Progress(**state["progress"])
-
-
-def parameters_of(update: Update) -> list[nn.Parameter]:
-    return [parameter for group in update.param_groups for parameter in group["params"]]
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = device_module(device).get_rng_state().cpu()
-    return states
-
-
-def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type in states and device.type != "cpu":
-        device_module(device).set_rng_state(states[device.type])
 
 
 # --- what has changed in the config -------------------------------------------------------------------------------

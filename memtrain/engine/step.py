@@ -88,8 +88,11 @@ class TrainStep:
             parameter: norm for update in self.updates for parameter, norm in update.norms().items()
         }
         ordered = [norms[parameter] for parameter in self.model.parameters() if parameter in norms]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(ordered))
+        if not self.scaler.is_enabled():
+            return norm
         probe = nn.Parameter(torch.zeros((), device=self.device))
-        probe.grad = torch.linalg.vector_norm(torch.stack(ordered))
+        probe.grad = norm
         self.scaler.unscale_(torch.optim.SGD([probe]))
         return probe.grad
 

@@ -37,10 +37,14 @@ class Update(Protocol):
         """What has been put off until the weights are read is done now."""
 
     def state(self, parameter: nn.Parameter) -> State:
-        """A view or copy of what the optimizer knows of `parameter`; empty before its first step."""
+        """A view or copy of what the optimizer knows of `parameter`; before its first step nothing but a master."""
 
     def load_state(self, parameter: nn.Parameter, state: State) -> None:
-        """Go on with a saved state."""
+        """Go on with a saved state, which always has the fp32 `master`."""
+
+
+def parameters_of(update: Update) -> list[nn.Parameter]:
+    return [parameter for group in update.param_groups for parameter in group["params"]]
 
 
 class PlainUpdate:
@@ -78,5 +82,4 @@ class PlainUpdate:
         self.optimizer.state[parameter] = placed(state, parameter, bool(group.get("fused")))
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
-        parameters = (p for group in self.param_groups for p in group["params"])
-        return {p: p.grad for p in parameters if p.grad is not None}
+        return {p: p.grad for p in parameters_of(self) if p.grad is not None}

@@ -99,9 +99,9 @@ class FileState:
         mapped = {name: self._store.map(f"{number}.{name}").view(shape) for name in names}
         return {**self._counters.get(first, self._fresh), **mapped}
 
-    def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
+    def load_state(self, number: int, state: dict[str, Tensor]) -> None:
         self._ahead.clear()
-        self._write_all(number, MASTER, state.get(MASTER, weight))
+        self._write_all(number, MASTER, state[MASTER])
         for name in self._moments:
             if name in state:
                 self._write_all(number, name, state[name])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.device import device_module, placed
+from memtrain.device import device_module, placed, recorded
 from memtrain.model.layers import gradient_dtype
 from memtrain.model.transformer import Segment, Transformer
 
@@ -47,8 +47,8 @@ class StateHome(Protocol):
     def state(self, number: int) -> dict[str, Tensor]:
         """Optimizer state and `master`, in the parameter's shape."""
 
-    def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
-        """Go on with a saved state; `weight` (flat) is the master where the state has none."""
+    def load_state(self, number: int, state: dict[str, Tensor]) -> None:
+        """Go on with a saved state."""
 
 
 class GradientHome(Protocol):
@@ -107,9 +107,9 @@ class MemoryState:
         master, optimizer = self._kept[number]
         return {**optimizer.state.get(master, {}), MASTER: master}
 
-    def load_state(self, number: int, state: dict[str, Tensor], weight: Tensor) -> None:
+    def load_state(self, number: int, state: dict[str, Tensor]) -> None:
         master, optimizer = self._kept[number]
-        master.view(-1).copy_(state[MASTER].view(-1) if MASTER in state else weight)
+        master.copy_(state[MASTER])
         optimizer.state[master] = placed(state, master, fused=True)
 
 
@@ -183,13 +183,6 @@ class DeviceWeights:
         buffer, copied = self._buffers.popleft()
         copied.synchronize()
         return buffer
-
-
-def recorded(module: Any, stream: Any) -> Any:
-    """An event on `stream`, now."""
-    event = module.Event()
-    event.record(stream)
-    return event
 
 
 @dataclass(eq=False)
@@ -385,21 +378,19 @@ class HostOptimizer:
         return self._states.state(self._slots[parameter].number)
 
     def load_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-        self._states.load_state(self._slots[parameter].number, state, self._weights.read(parameter))
+        self._states.load_state(self._slots[parameter].number, state)
 
 
 def tell_before_reading(
     model: Transformer, ready: Callable[[Iterable[nn.Parameter]], None]
 ) -> None:
     """Call `ready` with the weights of embedding, every segment and head, each just before they are read."""
-    front = list(model.embedding.parameters())
-    front += model.positions.parameters() if model.positions is not None else []
+    front = model.front_parameters()
     back = [*model.norm.parameters(), *model.head.parameters()]
     model.register_forward_pre_hook(lambda *_: ready(front))
     model.norm.register_forward_pre_hook(lambda *_: ready(back))
     for index, segment in enumerate(model.segments):
-        blocks = nn.ModuleList(model.blocks[number] for number in segment.blocks)
-        model.segments[index] = _told(segment, list(blocks.parameters()), ready)
+        model.segments[index] = _told(segment, model.segment_parameters(segment), ready)
 
 
 def _told(

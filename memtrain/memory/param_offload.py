@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from memtrain.device import device_module
+from memtrain.device import device_module, recorded
 from memtrain.model.transformer import Segment, Transformer
 
 
@@ -43,9 +43,8 @@ class WeightStore(Protocol):
 
 
 class ResidentWeights(Protocol):
-    """Reads and writes weights that are on the device."""
+    """Writes weights that are on the device."""
 
-    def read(self, weight: nn.Parameter) -> Tensor: ...
     def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None: ...
     def written(self, weight: nn.Parameter) -> None: ...
 
@@ -99,7 +98,7 @@ class ParamOffload:
     """Keeps the matrices of one model in `store`. `place` takes them one by one, as they are made; `wrap` comes last.
 
     `before_read` is told which weights are about to be read by the device, `is_due` asked whether it would change them.
-    `resident` reads and writes those that stay there.
+    `resident` writes those that stay there.
     """
 
     def __init__(self, device: torch.device, store: WeightStore) -> None:
@@ -119,12 +118,7 @@ class ParamOffload:
 
     def wrap(self, model: Transformer) -> None:
         """Embedding, every segment and head become stages, fetched when their turn comes."""
-        front = list(model.embedding.parameters())
-        front += model.positions.parameters() if model.positions is not None else []
-        reads = [front]
-        for segment in model.segments:
-            blocks = nn.ModuleList(model.blocks[index] for index in segment.blocks)
-            reads.append(list(blocks.parameters()))
+        reads = [model.front_parameters(), *map(model.segment_parameters, model.segments)]
         reads[-1] += model.norm.parameters()
         reads.append(list(model.head.parameters()))
         self._stages = [_Stage([p for p in read if p.ndim >= 2], read) for read in reads]
@@ -221,9 +215,8 @@ class ParamOffload:
         for weight in stage.weights:
             host = self._store.get(weight).view(weight.shape)
             with self._module.stream(self._h2d):
-                weight.data.copy_(
-                    host, non_blocking=True
-                )  # .data: not a change that autograd minds
+                # .data: not a change that autograd minds
+                weight.data.copy_(host, non_blocking=True)
             self._store.done(weight, recorded(self._module, self._h2d))
         stage.room, stage.arrived = None, recorded(self._module, self._h2d)
 
@@ -241,17 +234,9 @@ class ParamOffload:
     def _release(self, stage: _Stage) -> None:
         if not stage.present:
             return
-        if (
-            stage.arrived is not None
-        ):  # fetched for nothing: nobody may get the memory while it is filled
+        # Fetched for nothing: nobody may get the memory while it is filled.
+        if stage.arrived is not None:
             self._compute.wait_event(stage.arrived)
         for weight in stage.weights:
             weight.untyped_storage().resize_(0)
         stage.present, stage.room, stage.arrived = False, None, None
-
-
-def recorded(module: Any, stream: Any) -> Any:
-    """An event on `stream`, now."""
-    event = module.Event()
-    event.record(stream)
-    return event

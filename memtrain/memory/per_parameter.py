@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.device import device_module, placed
+from memtrain.device import placed, random_states, set_random_states
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 Round = Callable[[Tensor, Tensor], None]
@@ -57,7 +57,7 @@ class _Kept:
     @state.setter
     def state(self, state: dict[str, Tensor]) -> None:
         if self._has_master:
-            self._target.copy_(state.get("master", self._weight))
+            self._target.copy_(state["master"])
         fused = bool(self._optimizer.param_groups[0].get("fused"))
         self._optimizer.state[self._target] = placed(state, self._target, fused)
 
@@ -159,7 +159,7 @@ class PerParameter:
             self._norms.clear()
             self._learns = learns
             device = next(iter(self._steppers)).device
-            self._random_state = torch.get_rng_state(), device_random_state(device)
+            self._random_states = random_states(device)
 
     def norms(self) -> dict[nn.Parameter, Tensor]:
         if self._in_backward:
@@ -205,9 +205,7 @@ class PerParameter:
         self, factor: Tensor | None, skip: Tensor, again: Callable[[], object]
     ) -> None:
         """The random state is that of the first pass, so the gradients are the same."""
-        host, device = self._random_state
-        torch.set_rng_state(host)
-        set_device_random_state(next(iter(self._steppers)).device, device)
+        set_random_states(next(iter(self._steppers)).device, self._random_states)
         self._stepping, self._factor, self._skip = True, factor, skip
         try:
             with torch.enable_grad():
@@ -232,12 +230,3 @@ class PerParameter:
 def norm_of(gradient: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm
-
-
-def device_random_state(device: torch.device) -> Tensor | None:
-    return None if device.type == "cpu" else device_module(device).get_rng_state()
-
-
-def set_device_random_state(device: torch.device, state: Tensor | None) -> None:
-    if state is not None:
-        device_module(device).set_rng_state(state)

@@ -102,6 +102,14 @@ class Transformer(nn.Module):
         if self.dimensions.tied:
             self.head.weight = self.embedding.weight
 
+    def front_parameters(self) -> list[nn.Parameter]:
+        """What is read before the first segment."""
+        positions = self.positions.parameters() if self.positions is not None else []
+        return [*self.embedding.parameters(), *positions]
+
+    def segment_parameters(self, segment: Segment) -> list[nn.Parameter]:
+        return [p for index in segment.blocks for p in self.blocks[index].parameters()]
+
     def forward(
         self, tokens: Tensor, starts: Tensor | None = None
     ) -> Tensor:  # (B, T) -> (B, T, C)

@@ -6,6 +6,7 @@ Source of every rule: c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_blo
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,12 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB  # from here a segment is made to measure
 ROUND_LARGE_BYTES = 2 * MIB
 SEGMENT_SPACE_BYTES = 2**24 * LARGE_SEGMENT_BYTES  # address space of one expandable segment
+
+
+def allocator_settings() -> str:
+    """What a run started like this process would tell torch's allocators."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if name in os.environ), "")
 
 
 class OutOfMemoryError(torch.OutOfMemoryError):

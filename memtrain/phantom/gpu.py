@@ -352,10 +352,6 @@ def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
     host_peak_bytes, host_peak_phase, host_categories, host_end_bytes = host_peak(ledger)
     allocated = top.allocated_bytes if top else 0
     reserved = allocator.peak_reserved_bytes if allocator else allocated
-    flops: dict[str, int] = {}
-    for op in ops:
-        if op.flops and op.on_device:
-            flops[op.kind] = flops.get(op.kind, 0) + op.flops
     return Report(
         card=meter.card.name if meter.card else meter.device_type,
         capacity_bytes=meter.capacity_bytes,
@@ -383,6 +379,5 @@ def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
         d2h_bytes=moved["d2h"],
         nvme_read_bytes=moved["nvme_read"],
         nvme_written_bytes=moved["nvme_write"],
-        flops=flops,
         ops=ops,
     )

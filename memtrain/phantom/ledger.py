@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
-from memtrain.phantom.allocator import Block, CachingAllocator
+from memtrain.phantom.allocator import Block, CachingAllocator, allocator_settings
 from memtrain.units import MIB
 
 PHASES = ("forward", "backward", "optimizer", "other")
@@ -21,9 +20,7 @@ def pinned_block_bytes(size_bytes: int) -> int:
     """What torch takes for a pinned buffer: a power of two (ATen/core/CachingHostAllocator.h), but for those above a
     threshold that the allocator's settings may name (from torch 2.13 on).
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    settings = next((os.environ[name] for name in names if name in os.environ), "")
-    threshold = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
+    threshold = re.search(r"pinned_max_round_threshold_mb:(\d+)", allocator_settings())
     if not size_bytes or (threshold and size_bytes > int(threshold[1]) * MIB):
         return size_bytes
     return int(2 ** (size_bytes - 1).bit_length())

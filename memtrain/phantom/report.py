@@ -106,9 +106,16 @@ class Report:
     nvme_read_bytes: int
     """From files and to them, by operators named `file_read` and `file_write`."""
     nvme_written_bytes: int
-    flops: dict[str, int]
-    """By kind: matmul, attention, convolution."""
     ops: list[OpUse]
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Of the device, by kind: matmul, attention, convolution."""
+        found: dict[str, int] = {}
+        for op in self.ops:
+            if op.flops and op.on_device:
+                found[op.kind] = found.get(op.kind, 0) + op.flops
+        return found
 
 
 def category_of(record: Record, ledger: Ledger) -> str:

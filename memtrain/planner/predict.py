@@ -1,6 +1,5 @@
 """What a run will take: `engine.step` itself, executed on a GPU that is not there."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,11 +13,13 @@ from memtrain.config import Config
 from memtrain.data.loader import Batch
 from memtrain.engine import build
 from memtrain.engine.step import TrainStep
+from memtrain.engine.update import parameters_of
 from memtrain.memory import file_store
 from memtrain.memory.host_optimizer import HostOptimizer
 from memtrain.model.hf import LanguageModel
 from memtrain.model.transformer import Dimensions, count_parameters
 from memtrain.phantom import CATEGORIES, PhantomCPU, PhantomGPU, Report
+from memtrain.phantom.allocator import allocator_settings
 from memtrain.planner.speed import estimate_speed
 
 N_STEPS = 3
@@ -46,9 +47,7 @@ def predict(config: Config, dimensions: Dimensions, card: Card) -> Prediction:
 
 def expandable_segments() -> bool:
     """Whether the allocator of a run started like this one would grow its segments (torch's own setting)."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    settings = next((os.environ[name] for name in names if name in os.environ), "")
-    return "expandable_segments:true" in settings.lower()
+    return "expandable_segments:true" in allocator_settings().lower()
 
 
 def predict_cpu(config: Config, dimensions: Dimensions) -> Prediction:
@@ -133,11 +132,9 @@ def run_steps(
 def state_on_device(step: TrainStep) -> Iterator[torch.Tensor]:
     """What optimizers keep there, for the report: some of it is in no torch optimizer."""
     for update in step.updates:
-        if not isinstance(update, HostOptimizer):
-            for group in update.param_groups:
-                for parameter in group["params"]:
-                    values = update.state(parameter).values()
-                    yield from (v for v in values if isinstance(v, torch.Tensor))
+        for parameter in [] if isinstance(update, HostOptimizer) else parameters_of(update):
+            values = update.state(parameter).values()
+            yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
 def batch_bytes(config: Config) -> int:
@@ -161,10 +158,6 @@ def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -
             for field in ("calls", "flops", "moved_bytes")
         }
         ops.append(replace(op, **more))
-    flops: dict[str, int] = {}
-    for op in ops:
-        if op.flops and op.on_device:
-            flops[op.kind] = flops.get(op.kind, 0) + op.flops
     totals = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_written_bytes")
     moved = {
         name: getattr(report, name) + n_more * (getattr(report, name) - getattr(shorter, name))
@@ -174,7 +167,6 @@ def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -
     return replace(
         report,
         ops=ops,
-        flops=flops,
         peak_allocated_bytes=report.peak_allocated_bytes + scalars_bytes,
         peak_active_bytes=report.peak_active_bytes + scalars_bytes,
         host_peak_bytes=report.host_peak_bytes + n_more * batch_bytes,

@@ -4,26 +4,15 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
+from workbench import Scalar
 
 from memtrain.data.loader import Loader
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import PlainUpdate
 
 CPU = torch.device("cpu")
-
-
-class Scalar(nn.Module):
-    """One weight, in the place of the hidden states of every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(self.head.weight)
-
-    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        return self.head.weight.expand(*tokens.shape, 1)
 
 
 def summed(hidden: Tensor, head: Tensor, targets: Tensor, factor: Tensor) -> Tensor:

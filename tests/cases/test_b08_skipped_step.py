@@ -5,25 +5,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
+from workbench import Scalar
 
 from memtrain.data.loader import Batch
 from memtrain.engine.loop import train
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import PlainUpdate
-
-
-class Scalar(nn.Module):
-    """One weight, in the place of the hidden states of every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(self.head.weight)
-
-    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        return self.head.weight.expand(*tokens.shape, 1)
 
 
 def test_two_of_three_steps_count() -> None:

@@ -82,16 +82,6 @@ def test_a_group_is_swept_without_the_flag(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_of_a_sweep_is_the_run_by_itself(run: Run) -> None:
-    """Nothing is carried from job to job: the second job of two has the losses and the memory of the only one."""
-    swept = run("-m", "micro_batch=4,1", "debug=tiny")
-    alone = run("-m", "micro_batch=1", "debug=tiny")
-    of_two, only = read_summaries(swept.folder)[1], read_summaries(alone.folder)[0]
-    assert of_two["final_loss"] == only["final_loss"]
-    assert of_two["host_peak_rss_bytes"] == pytest.approx(only["host_peak_rss_bytes"], rel=0.05)
-
-
-@pytest.mark.slow
 def test_all_experiments_run_as_one_sweep(run: Run) -> None:
     finished = run("-m", "experiment=glob(*)", "debug=tiny", timeout=300)
     assert finished.returncode == 0, finished.stderr
