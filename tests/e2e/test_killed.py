@@ -66,14 +66,18 @@ def chain(name: str, kills: int, moment: random.Random, start: Start, outputs: P
     overrides = [*LONG_SAVES, f"name={name}", f"offload.nvme_dir={outputs / name}"]
     cut: list[bool] = []
     runs = outputs / "runs" / name
-    while len(cut) < kills:
+
+    def go_on() -> Started:
         resume = ["resume=latest"] if list(runs.glob("*/checkpoints/step_*")) else []
         if not resume:
             shutil.rmtree(runs, ignore_errors=True)  # it left nothing to go on with
-        if not kill_at_random(start(*overrides, *resume, outputs=outputs), moment):
+        return start(*overrides, *resume, outputs=outputs)
+
+    while len(cut) < kills:
+        if not kill_at_random(go_on(), moment):
             return cut
         cut.append(bool(list(runs.glob("*/checkpoints/.new"))))
-    ok(start(*overrides, "resume=latest", outputs=outputs).finish())
+    ok(go_on().finish())
     return cut
 
 

@@ -153,24 +153,26 @@ def test_one_signal_ends_a_sweep_and_it_goes_on(
     assert losses[0] == losses[1]
 
 
-def test_failed_jobs_and_those_killed_early_are_run_again(run: Run, tmp_path: Path) -> None:
-    """A job that failed begins anew, as does one that left nothing to go on with; so it may follow a mend."""
-    jobs = [*JOBS, "steps=4"]
+def test_unfinished_jobs_are_run_again(run: Run, tmp_path: Path) -> None:
+    """From what they saved, if anything; a job that left nothing to go on with begins anew, in an empty folder."""
+    jobs = [*JOBS, "steps=7", "keep=2"]
     assert run(*jobs, outputs=tmp_path).returncode == 0
     folder = the_sweep(tmp_path)
     failed = read_summaries(folder)[1] | {"status": "failed", "error": "by hand"}
     (folder / "1/summary.json").write_text(json.dumps(failed))
-    (folder / "1/left_over").write_text("of the failed job")
+    shutil.rmtree(folder / "1/checkpoints/step_00000007")
     (folder / "2/summary.json").unlink()
     shutil.rmtree(folder / "2/checkpoints")
+    (folder / "2/left_over").write_text("of the killed job")
     resumed = run(*jobs, "sweep.resume=true", outputs=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count("step 5 of 7") == 1
     rows = read_rows(folder)
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert [row["kept"] for row in rows] == ["True", "", ""]
-    assert not (folder / "1/left_over").exists()
+    assert not (folder / "2/left_over").exists()
     for job in "012":
-        assert [record["step"] for record in read_metrics(folder / job)] == [1, 2, 3, 4]
+        assert [record["step"] for record in read_metrics(folder / job)] == [*range(1, 8)]
 
 
 def test_only_a_sweep_of_the_same_overrides_goes_on(run: Run, tmp_path: Path) -> None:
