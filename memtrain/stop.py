@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after this window, the second ends it at once."""
+"""Ctrl-C, SIGTERM and a lost terminal: the first asks the run to end after this window, the second ends it at once."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 
 from memtrain.errors import Stopped
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
@@ -27,7 +27,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            heard = [n for n in SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
+            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -48,3 +49,8 @@ class StopRequest:
             raise Stopped(
                 128 + self.requested, f"stopped, saved at {where}; go on with resume=latest"
             )
+
+
+def is_ignored(number: int) -> bool:
+    """As `nohup` asks for."""
+    return signal.getsignal(number) == signal.SIG_IGN

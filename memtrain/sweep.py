@@ -50,7 +50,10 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
         (folder / left_over).unlink(missing_ok=True)
     arguments = job_arguments(settings, folder) + ([f"resume={quoted(folder)}"] if goes_on else [])
     command = [sys.executable, str(script), *arguments]
-    process = subprocess.Popen(command, cwd=settings.runtime.cwd, stderr=subprocess.PIPE)
+    # Out of reach of the terminal's Ctrl-C: it hears of signals once, from here, whoever sends them.
+    process = subprocess.Popen(
+        command, cwd=settings.runtime.cwd, stderr=subprocess.PIPE, start_new_session=True
+    )
     code, signal_number = wait_for(process, folder / "stderr.log")
     summary = read_summary(folder)
     if summary is None:
@@ -118,13 +121,8 @@ def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> tuple[int, int]:
 
     The first signal lets the job save and end.
     """
-
-    def pass_on(number: int) -> None:
-        if number != signal.SIGINT:  # Ctrl-C reaches the job, too
-            process.send_signal(number)
-
     assert process.stderr
-    with StopRequest("this job is the last one", pass_on) as stop:
+    with StopRequest("this job is the last one", process.send_signal) as stop:
         try:
             for line in process.stderr:
                 sys.stderr.buffer.write(line)

@@ -116,7 +116,14 @@ def the_sweep(outputs: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_one_signal_ends_a_sweep_and_it_goes_on(
     number: signal.Signals, code: int, start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -124,15 +131,16 @@ def test_one_signal_ends_a_sweep_and_it_goes_on(
     started = start(*JOBS, "steps=150", outputs=tmp_path)
     started.wait_for_line("job 1:")
     started.wait_for_line("step 20/")
-    (os.killpg if number == signal.SIGINT else os.kill)(started.process.pid, number)
+    os.kill(started.process.pid, number)
     finished = started.finish(20)
     assert finished.returncode == code
     assert "Traceback" not in finished.stdout + finished.stderr
     folder = the_sweep(tmp_path)
     assert [row["status"] for row in read_rows(folder)] == ["ok", "interrupted"]
     assert "2 jobs" in finished.stdout and "sweep.resume=true" in finished.stderr
-    with pytest.raises(ProcessLookupError):
-        os.killpg(started.process.pid, 0)
+    for locked in (folder, folder / "1"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((locked / ".lock").read_text()), 0)
     stopped_at = read_metrics(folder / "1")[-1]["step"]
     first, metrics = read_summaries(folder)[0], (folder / "0/metrics.jsonl").read_bytes()
 
