@@ -91,6 +91,8 @@ def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def one_line(error: Exception) -> str:
     """A composition error without the lines that only make sense to Hydra's developers."""
     text = str(error)
+    if isinstance(error.__cause__, OSError):  # such as a log in a folder that cannot be written
+        return f"{error.__cause__.filename}: {error.__cause__.strerror}"
     if text.startswith("Config group override must be"):
         wrong = [word for word in sys.argv[1:] if re.fullmatch(r"\w+=(\d+|null)", word)]
         return f"{' or '.join(wrong)}: a group takes the name of a choice; `--help` lists them"

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ STATE, CONFIG, META = "state.pt", "config.yaml", "meta.json"
 FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG)
 """Of a checkpoint; META, written last, knows how long they are."""
 LOCK = ".lock"
+METRICS = "metrics.jsonl"
 
 
 def step_name(step: int) -> str:
@@ -71,7 +72,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -> str:
     """Where a run called `name` writes: in the folder of the run that it goes on with, else in one of its own.
 
-    `latest` is the run called `name` with the youngest checkpoint. A checkpoint that is not the last of its run starts
+    A checkpoint that is not the last of its run starts
     a run of its own: what came after it stays.
     """
     fresh = str(runs / name / fresh_name)
@@ -83,22 +84,55 @@ def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -
 
 
 def find_checkpoint(resume: str, runs_of_name: Path, base: Path) -> Path | None:
-    """What `resume` means: latest, a run's folder, or a checkpoint's."""
+    """The checkpoint that `resume` means: latest, a run's folder, or a checkpoint's. None: there is no whole one."""
     if resume == "latest":
-        found = [newest(folder) for folder in runs_of_name.glob("*") if folder.is_dir()]
-        whole = [checkpoint for checkpoint in found if checkpoint is not None]
-        return max(whole, key=lambda path: path.stat().st_mtime, default=None)
+        run_folder = last_trained(runs_of_name)
+        return newest(run_folder) if run_folder else None
     path = (base / Path(resume).expanduser()).resolve()
     if re.fullmatch(r"step_\d+", path.name):
         return path if is_complete(path) else None
     return newest(path)
 
 
+def last_trained(runs_of_name: Path) -> Path | None:
+    """The run that trained last, whether it has saved anything or not."""
+    trained = {}
+    for folder in runs_of_name.glob("*"):
+        marks = [path for path in (folder / METRICS, newest(folder)) if path and path.exists()]
+        if marks:
+            trained[folder] = max(path.stat().st_mtime for path in marks)
+    return max(trained, key=lambda folder: trained[folder], default=None)
+
+
 def write_text(path: Path, text: str) -> None:
     """Written under a temporary name and renamed: whoever reads it finds all of it, or what was there before."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    write_synced(temporary, [text.encode()])
     temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
+    """All of it is on the disk then."""
+    try:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                for piece in part:
+                    while len(piece):  # a disk that fills up takes a part, then raises
+                        piece = piece[file.write(piece) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # a write does not say where
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in it last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,14 @@ from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
 from memtrain.report import console, formats, planned, tables
 from memtrain.report.board import Board
-from memtrain.report.recorder import METRICS, Recorder, write_json
+from memtrain.report.recorder import Recorder, write_json
 from memtrain.run_folder import (
     CONFIG,
+    METRICS,
     WEIGHTS,
     damaged,
     find_checkpoint,
+    last_trained,
     locked,
     newest,
     step_of,
@@ -238,7 +241,7 @@ def train_model(
             save=save,
             save_every=config.save_every,
             stop=lambda: bool(stop.requested),
-            evaluate=evaluation(config, step, data),
+            evaluate=evaluation(config, step, data, lambda: bool(stop.requested)),
             observe=recorder,
             log_every=config.log_every,
             eval_every=config.eval_every,
@@ -271,8 +274,13 @@ def resume(
     assert config.resume
     checkpoint = find_checkpoint(config.resume, place.folder.parent, place.base)
     if checkpoint is None:
-        where = place.folder.parent if config.resume == "latest" else config.resume
-        raise UserError(f"resume={config.resume}: no whole checkpoint in {where}; start without it")
+        latest = config.resume == "latest"
+        where = (
+            (last_trained(place.folder.parent) or place.folder.parent) if latest else config.resume
+        )
+        raise UserError(
+            f"resume={config.resume}: no whole checkpoint in {where}; start without it, or name another run"
+        )
     there = newest(place.folder)
     if there and not there.samefile(checkpoint):
         raise UserError(
@@ -314,12 +322,19 @@ def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:
     }
 
 
-def evaluation(config: Config, step: TrainStep, data: build.Data) -> Callable[[], float] | None:
-    """Mean loss over the held-out text, without smoothing and the like; None without such text."""
+def evaluation(
+    config: Config, step: TrainStep, data: build.Data, stop: Callable[[], bool]
+) -> Callable[[], float] | None:
+    """Mean loss over the held-out text, up to `stop`, without smoothing and the like; None without such text."""
     if data.val is None:
         return None
     plain_loss = build.build_loss(config, Terms())
-    return lambda: mean_loss(step, plain_loss, build.validation_batches(config, data))
+
+    def evaluate() -> float:
+        batches = build.validation_batches(config, data)
+        return mean_loss(step, plain_loss, takewhile(lambda _: not stop(), batches))
+
+    return evaluate
 
 
 def what_was_learned(

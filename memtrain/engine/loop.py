@@ -48,7 +48,7 @@ def train(
     steps in a row.
 
     `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
-    after the one in which `stop` became true.
+    after the one in which `stop` became true. A validation that `stop` fell into is not recorded.
     """
     progress, clock = progress or Progress(), Clock()
     reset_peaks(step.device)
@@ -65,7 +65,9 @@ def train(
         if logging or not stepped:
             record |= measurements(step, progress) | clock.read()
             if evaluate and evaluating:
-                record["val_loss"] = evaluate()
+                val_loss = evaluate()
+                if not stop():  # else it may be of a part of the text
+                    record["val_loss"] = val_loss
             observe(record)
             reset_peaks(step.device)
             clock.restart()

@@ -8,9 +8,8 @@ from typing import Any
 
 from memtrain.report.board import TAGS, Board
 from memtrain.report.console import perplexity
-from memtrain.run_folder import write_text
+from memtrain.run_folder import METRICS, write_text
 
-METRICS = "metrics.jsonl"
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 

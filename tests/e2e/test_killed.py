@@ -206,6 +206,15 @@ def read_only(folder: Path) -> Iterator[None]:
         command(change[0], back, folder)
 
 
+def test_a_folder_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with read_only(tmp_path / "run"):
+        finished = run(*TINY, folder=tmp_path / "run")
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/run/") and line.endswith(("permitted", "denied"))
+
+
 def test_a_folder_that_became_read_only(run: Run, begun: Path, tmp_path: Path) -> None:
     further = [*TINY, "name=begun", "steps=6", "save_every=1", "keep=-1", "resume=latest"]
     with read_only(begun / "checkpoints"):
@@ -251,6 +260,22 @@ def test_a_signal_ends_a_run_that_goes_on(
         records(stopped)[:step][-1]["loss"]
         == records(the_run(tmp_path, "straight"))[step - 1]["loss"]
     )
+
+
+def test_a_signal_ends_a_validation_that_takes_long(start: Start, run: Run, tmp_path: Path) -> None:
+    """What it would have found is not recorded; the run goes on after the last window."""
+    long = [*TINY, "name=long", "eval_sequences=1000000"]
+    started = start(*long, "steps=1000", outputs=tmp_path)
+    started.wait_for_line("step 2/")
+    time.sleep(1)  # of minutes
+    os.kill(started.process.pid, signal.SIGTERM)
+    finished = started.finish(STOP_WITHIN_S)
+    assert finished.returncode == 143
+    folder = the_run(tmp_path, "long")
+    assert (records(folder)[-1]["step"], records(folder)[-1]["val_loss"]) == (3, None)
+    assert whole_ones(folder) == ["step_00000003"]
+    ok(run(*long, "steps=4", "resume=latest", "eval_sequences=4", outputs=tmp_path))
+    assert [record["step"] for record in records(folder)] == [1, 2, 3, 4]
 
 
 def test_a_second_signal_does_not_wait_for_the_save(start: Start, run: Run, tmp_path: Path) -> None:
