@@ -120,7 +120,9 @@ def _json(line: bytes, where: str) -> Any:
         what = f"byte 0x{line[error.start]:02x} at byte {error.start} of the line"
         raise UserError(f"{where}: {what} is not UTF-8: convert the file") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+        raise UserError(
+            f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number or a nesting without end
         raise UserError(f"{where}: not JSON that can be read: {str(error)[:80]}") from error
 

@@ -61,8 +61,16 @@ class Windows(ABC):
     """
 
     def __init__(
-        self, n_samples: int, micro_batch: int, accum: int, seed: int, pin: bool, prefetch: int
+        self,
+        n_samples: int,
+        micro_batch: int,
+        accum: int,
+        seed: int,
+        pin: bool,
+        prefetch: int,
+        content: str = "",
     ) -> None:
+        """`content`: a hash of the data, so that a position in it is not taken for one in other data."""
         assert min(n_samples, micro_batch, accum) >= 1
         assert prefetch >= 0
         self.n_samples = n_samples
@@ -71,6 +79,7 @@ class Windows(ABC):
         self._seed = seed
         self._pin = pin
         self._prefetch = prefetch
+        self._content = content
         self._position: Position = (0, 0)
         self._iterator: weakref.ref[Generator[Window, None, None]] | None = None
 
@@ -86,14 +95,19 @@ class Windows(ABC):
     def windows_per_epoch(self) -> int:
         return -(-self.n_samples // self._window)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position after the last window handed out, whatever was read ahead."""
         epoch, sample = self._position
-        return {"epoch": epoch, "sample": sample}
+        return {"epoch": epoch, "sample": sample, "content": self._content}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at a saved position. Raises UserError if it lies outside this data."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at a saved position. Raises UserError if it lies outside this data, or in other data."""
         epoch, sample = state["epoch"], state["sample"]
+        if state["content"] != self._content:
+            raise UserError(
+                "the data has changed: its tokens are not those that the run began with; "
+                "bring them back, or start a run of its own"
+            )
         if epoch < 0 or not 0 <= sample < self.n_samples:
             raise UserError(
                 f"cannot go on at sample {sample} of epoch {epoch}: the data has {self.n_samples} "
@@ -156,9 +170,10 @@ class Loader(Windows):
         pin: bool = False,
         prefetch: int = 2,
         name: str = "the training text",
+        content: str = "",
     ) -> None:
         n_samples = count_samples(tokens, seq_len, name)
-        super().__init__(n_samples, micro_batch, accum, seed, pin, prefetch)
+        super().__init__(n_samples, micro_batch, accum, seed, pin, prefetch, content)
         self._tokens = tokens
         self._seq_len = seq_len
         self._shuffle = shuffle

@@ -168,8 +168,9 @@ class PackedLoader(Windows):
         shuffle: bool = True,
         pin: bool = False,
         prefetch: int = 2,
+        content: str = "",
     ) -> None:
-        super().__init__(packed.n_rows, micro_batch, accum, seed, pin, prefetch)
+        super().__init__(packed.n_rows, micro_batch, accum, seed, pin, prefetch, content)
         self._packed = packed
         self._shuffle = shuffle
 

@@ -28,7 +28,7 @@ from memtrain.units import KIB, MIB
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """Token ids, (N,)"""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DTYPES: dict[str, np.dtype[Any]] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
@@ -57,6 +57,8 @@ class TokenFile:
     vocab_size: int
     tokenizer_hash: str
     source_hash: str
+    content_hash: str
+    """Of the ids and roles as they were written."""
     roles: npt.NDArray[np.uint8] | None = None  # (count,), mapped, read-only
     """Of documents: LEARNED, LAST."""
 
@@ -92,12 +94,14 @@ def write_tokens(
     # 65,536 ids are 0..65,535, the last that 16 bits hold.
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     dtype += "+role" if with_roles else ""
-    count = 0
+    count, content_hash = 0, hashlib.sha256(dtype.encode())
     with replacing(data_path) as file:
         for tokens in token_arrays:
             ids = tokens["id"] if with_roles else tokens
             check_ids(ids, vocab_size, str(data_path), first_position=count)
-            file.write(tokens.astype(DTYPES[dtype]).tobytes())
+            content = tokens.astype(DTYPES[dtype]).tobytes()
+            content_hash.update(content)
+            file.write(content)
             count += len(tokens)
     sidecar = {
         "version": FORMAT_VERSION,
@@ -106,6 +110,7 @@ def write_tokens(
         "vocab_size": vocab_size,
         "tokenizer_hash": tokenizer_hash,
         "source_hash": source_hash,
+        "content_hash": content_hash.hexdigest(),
     }
     with replacing(sidecar_path) as file:
         file.write(json.dumps(sidecar, indent=1).encode())
@@ -131,6 +136,7 @@ def open_tokens(path: Path) -> TokenFile:
         sidecar["vocab_size"],
         sidecar["tokenizer_hash"],
         sidecar["source_hash"],
+        sidecar["content_hash"],
         content["role"] if dtype.names else None,
     )
 
@@ -170,7 +176,7 @@ def entropy(token_arrays: Iterable[Tokens], vocab_size: int) -> float:
     for tokens in token_arrays:
         counts += np.bincount(tokens, minlength=vocab_size)
     shares = counts[counts > 0] / max(counts.sum(), 1)
-    return float(-(shares * np.log(shares)).sum())
+    return float((shares * np.log(1 / shares)).sum())
 
 
 def tokenize_files(
@@ -266,7 +272,7 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
         fits = sidecar["version"] == FORMAT_VERSION and sidecar["dtype"] in DTYPES
         complete = type(sidecar["count"]) is int and sidecar["count"] >= 0
         complete &= type(sidecar["vocab_size"]) is int and sidecar["vocab_size"] >= 1
-        complete &= {"tokenizer_hash", "source_hash"} <= sidecar.keys()
+        complete &= {"tokenizer_hash", "source_hash", "content_hash"} <= sidecar.keys()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}: prepare it again") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -92,6 +92,8 @@ class Data:
     """None where `data.val_fraction` is 0, or there is but one document."""
     vocab_size: int
     tokenizer: Tokenizer | None
+    content: str = ""
+    """A hash of the ids of both splits and of what they stand for."""
 
 
 def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
@@ -128,7 +130,7 @@ def _open_data(config: Config, base: Path, progress: ProgressFor) -> Data:
         file = store.open_tokens(resolve_path(config.data.path, base))
         file.check_ids(config.model.vocab_size or file.vocab_size)
         train, val = store.split_tokens(file.tokens, config.data.val_fraction)
-        return Data(train, val, file.vocab_size, None)
+        return Data(train, val, file.vocab_size, None, content_of(file))
     return _build_text(config, base, progress)
 
 
@@ -139,9 +141,10 @@ def _build_text(config: Config, base: Path, progress: ProgressFor) -> Data:
     train = _tokenize("tokenizing the text", train_files, tokenizer, cache_dir, progress)
     if val_files:
         val = _tokenize("tokenizing the held-out text", val_files, tokenizer, cache_dir, progress)
-    else:
-        train, val = store.split_tokens(train, config.data.val_fraction)
-    return Data(train, val, tokenizer.vocab_size, tokenizer)
+        content = content_of(train, val)
+        return Data(train.tokens, val.tokens, tokenizer.vocab_size, tokenizer, content)
+    splits = store.split_tokens(train.tokens, config.data.val_fraction)
+    return Data(*splits, tokenizer.vocab_size, tokenizer, content_of(train))
 
 
 def _build_documents(config: Config, base: Path, progress: ProgressFor) -> Data:
@@ -158,7 +161,11 @@ def _build_documents(config: Config, base: Path, progress: ProgressFor) -> Data:
         raise UserError(
             f"{training_name(config)}: {train.n_documents} documents and no token to learn"
         )
-    return Data(train, val, tokenizer.vocab_size, tokenizer)
+    return Data(train, val, tokenizer.vocab_size, tokenizer, content_of(file))
+
+
+def content_of(*files: store.TokenFile) -> str:
+    return " ".join(f"{file.content_hash}/{file.tokenizer_hash}" for file in files)
 
 
 def is_loadable(path: Path) -> bool:
@@ -172,9 +179,9 @@ def is_loadable(path: Path) -> bool:
 
 def _tokenize(
     title: str, files: list[Path], tokenizer: Tokenizer, cache_dir: Path, progress: ProgressFor
-) -> Tokens:
+) -> store.TokenFile:
     with progress(title, corpus.total_bytes(files)) as callback:
-        return store.tokenize_files(files, tokenizer, cache_dir, callback).tokens
+        return store.tokenize_files(files, tokenizer, cache_dir, callback)
 
 
 def _text_files(data: DataConfig, base: Path) -> list[Path]:
@@ -230,38 +237,21 @@ def expected_vocab_size(config: Config, base: Path) -> int:
 
 
 def build_loader(config: Config, data: Data, device: torch.device) -> Windows:
-    if isinstance(data.train, Packed):
-        return PackedLoader(
-            data.train,
-            micro_batch=config.micro_batch,
-            accum=config.accum,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            pin=device.type == "cuda",
-            prefetch=config.data.prefetch,
-        )
+    shared: dict[str, Any] = {
+        "micro_batch": config.micro_batch,
+        "accum": config.accum,
+        "seed": config.seed,
+        "pin": device.type == "cuda",
+        "prefetch": config.data.prefetch,
+    }
     if data.train is None:
         return RandomTokens(
-            data.vocab_size,
-            seq_len=config.seq_len,
-            micro_batch=config.micro_batch,
-            accum=config.accum,
-            seed=config.seed,
-            samples_per_epoch=RANDOM_SAMPLES,
-            pin=device.type == "cuda",
-            prefetch=config.data.prefetch,
+            data.vocab_size, config.seq_len, samples_per_epoch=RANDOM_SAMPLES, **shared
         )
-    return Loader(
-        data.train,
-        seq_len=config.seq_len,
-        micro_batch=config.micro_batch,
-        accum=config.accum,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        pin=device.type == "cuda",
-        prefetch=config.data.prefetch,
-        name=training_name(config),
-    )
+    shared |= {"shuffle": config.data.shuffle, "content": data.content}
+    if isinstance(data.train, Packed):
+        return PackedLoader(data.train, **shared)
+    return Loader(data.train, config.seq_len, name=training_name(config), **shared)
 
 
 def validation_batches(config: Config, data: Data) -> Iterator[Batch]:

@@ -13,10 +13,9 @@ A folder has that name only when all of it is on the disk: it is written under a
 
 import io
 import json
-import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -45,6 +44,8 @@ from memtrain.run_folder import (
     newest,
     read_meta,
     step_name,
+    sync_folder,
+    write_synced,
     write_text,
 )
 
@@ -130,28 +131,6 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     pieces = (piece for name in tensors for piece in snapshot.chunks(prefix + name))
     write_synced(path, [len(text).to_bytes(8, "little"), text], pieces)
-
-
-def write_synced(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
-    try:
-        with path.open("wb", buffering=0) as file:
-            for part in parts:
-                for piece in part:
-                    while len(piece):  # a disk that fills up takes a part, then raises
-                        piece = piece[file.write(piece) :]
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)  # a write does not say where
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in it last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -246,7 +225,9 @@ class Checkpoints:
 
     def _write(self, folder: Path, contents: Contents, snapshot: Snapshot, state: bytes) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        self.folder.mkdir(exist_ok=True)
+        sync_folder(self.run_folder)
+        folder.mkdir()
         write_tensors(folder / WEIGHTS, contents.weights, snapshot, "w/")
         write_tensors(folder / OPTIMIZER, contents.optimizer, snapshot, "o/")
         snapshot.finish()
@@ -290,9 +271,20 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has many for what it did not write
         raise not_ours(checkpoint / STATE) from error
-    if not isinstance(state, dict) or not state.keys() >= {"progress", "scaler", "data", "random"}:
+    if not isinstance(state, dict) or not is_state(state):
         raise not_ours(checkpoint / STATE)
     return state
+
+
+def is_state(found: Mapping[str, Any]) -> bool:
+    """Whether it has the parts that a run goes on with: mappings, of numbers and random states."""
+    parts = [found.get(part) for part in ("progress", "scaler", "data", "random")]
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    numbers = [*found["progress"].values(), *found["scaler"].values()]
+    return all(isinstance(number, (int, float)) and number >= 0 for number in numbers) and all(
+        isinstance(state, Tensor) for state in found["random"].values()
+    )
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from memtrain.data.loader import Windows
 from memtrain.device import random_states, set_random_states
-from memtrain.engine.checkpoint import Contents, read_state, restore_tensors
+from memtrain.engine.checkpoint import Contents, not_ours, read_state, restore_tensors
 from memtrain.engine.loop import Progress
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
 from memtrain.errors import UserError
 from memtrain.model.transformer import Transformer
+from memtrain.run_folder import STATE
 
 FIXED = (
     "seed",
     "seq_len",
     "model.",
     "data.source",
-    "data.path",
     "data.val_fraction",
     "data.shuffle",
     "data.vocab_size",
@@ -71,6 +71,7 @@ def capture(
 def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Windows) -> Progress:
     """Raises UserError if the model or the trained parameters are not those of the checkpoint."""
     state = read_state(checkpoint)
+    loader.load_state_dict(state["data"])
     parameters = dict(model.named_parameters())
     owner = {p: update for update in step.updates for p in parameters_of(update)}
 
@@ -85,8 +86,10 @@ def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Windo
     if step.scaler.is_enabled() and state["scaler"]:
         growth_interval = step.scaler.get_growth_interval()  # is a setting
         step.scaler.load_state_dict({**state["scaler"], "growth_interval": growth_interval})
-    loader.load_state_dict(state["data"])
-    set_random_states(step.device, state["random"])
+    try:
+        set_random_states(step.device, state["random"])
+    except RuntimeError as error:  # not as long as this generator's
+        raise not_ours(checkpoint / STATE) from error
     return Progress(**state["progress"])
 
 

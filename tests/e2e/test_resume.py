@@ -250,7 +250,7 @@ def test_the_position_counts_samples(run: Run, tmp_path: Path) -> None:
     resumed = ok(run(*counted, "steps=6", "resume=latest", outputs=tmp_path))
     folder = the_run(tmp_path, "counted")
     positions = [read_state(folder / "checkpoints" / name)["data"] for name in checkpoints(folder)]
-    assert positions == [{"epoch": 0, "sample": 4 * step} for step in range(1, 7)]
+    assert positions == [{"epoch": 0, "sample": 4 * step, "content": ""} for step in range(1, 7)]
     assert "step 3 of 6" in resumed.stdout
     assert summary(folder)["steps"] == 6
 
@@ -346,6 +346,18 @@ def test_latest_is_the_youngest_whole_one_of_that_name(run: Run, short: Path) ->
     assert f"warning: {folder}/step_00000004: not whole; left alone" in resumed.stderr
     assert [record["step"] for record in records(short)] == [1, 2, 3, 4, 5]
     assert checkpoints(short) == [f"step_0000000{step}" for step in range(1, 6)]
+
+
+def test_latest_does_not_pass_over_a_run_that_saved_nothing(run: Run, short: Path) -> None:
+    """It trained last; to go on with the one before it would not be what is meant."""
+    outputs = short.parents[2]
+    unsaved = [*TINY, "name=short", "steps=2", "save_every=0"]
+    ok(run(*unsaved, outputs=outputs))
+    (last,) = (folder for folder in short.parent.iterdir() if folder != short)
+    before = files(short)
+    line = one_error_line(run(*TINY, "name=short", "steps=9", "resume=latest", outputs=outputs))
+    assert f"no whole checkpoint in {last}; start without it, or name another run" in line
+    assert files(short) == before
 
 
 @pytest.mark.parametrize(
@@ -489,6 +501,21 @@ def test_the_best_one_stays(run: Run, tmp_path: Path) -> None:
     best = min(losses, key=lambda step: losses[step])
     assert best < 4
     assert checkpoints(folder) == [f"step_{best:08d}", "step_00000004"]
+
+
+def test_the_text_has_to_be_the_same_wherever_it_lies(run: Run, tmp_path: Path) -> None:
+    """Another text of the same length under the same path is refused, the same under another path is not."""
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} is {i * i}\n" for i in range(200)))
+    text = [*TINY_TEXT, "schedule=constant", "save_every=3", "name=text", "eval_every=0"]
+    where = {"cwd": tmp_path, "outputs": tmp_path}
+    ok(run(*text, "data.path=corpus.txt", "steps=3", **where))
+    (tmp_path / "corpus.txt").rename(tmp_path / "moved.txt")
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} is {i * i}\n" for i in reversed(range(200))))
+    more = [*text, "steps=6", "resume=latest"]
+    line = one_error_line(run(*more, "data.path=corpus.txt", **where))
+    assert "the data has changed" in line and "start a run of its own" in line
+    resumed = ok(run(*more, "data.path=moved.txt", **where))
+    assert "step 3 of 6" in resumed.stdout and "data.path" in resumed.stdout
 
 
 @pytest.mark.slow

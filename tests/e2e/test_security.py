@@ -1,6 +1,7 @@
 """Files from elsewhere are data: nothing in them is run, and no name leads out of the folder it is meant for."""
 
 import ast
+import io
 import json
 import os
 import pickle
@@ -112,10 +113,11 @@ def checkpoint_of(outputs: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """With another content of the same length if it is shorter, so that the checkpoint still is whole."""
-    size_bytes = path.stat().st_size
-    assert len(content) <= size_bytes
-    path.write_bytes(content + b"\n" * (size_bytes - len(content)))
+    """With another content, so that the checkpoint still looks whole."""
+    path.write_bytes(content)
+    meta = json.loads((path.parent / "meta.json").read_text())
+    meta["sizes_bytes"][path.name] = len(content)
+    (path.parent / "meta.json").write_text(json.dumps(meta))
 
 
 def one_line_refusal(finished: Finished) -> str:
@@ -141,6 +143,31 @@ def test_a_malicious_state_is_refused_and_not_run(
     )
     assert "state.pt" in line
     assert not trace.exists()
+
+
+WRONG_INSIDE = {
+    "no part": lambda state: state.pop("progress"),
+    "text for a number": lambda state: state["progress"].update(steps="2"),
+    "an unknown counter": lambda state: state["progress"].update(more=1),
+    "another generator": lambda state: state["random"].update(cpu=state["random"]["cpu"][:9]),
+    "another part": lambda state: state.update(scaler=[1, 2]),
+    "no position": lambda state: state["data"].pop("epoch"),
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["another generator", *(pytest.param(n, marks=pytest.mark.slow) for n in WRONG_INSIDE)],
+)
+def test_a_state_with_another_content_is_refused(run: Run, outputs: Path, wrong: str) -> None:
+    path = checkpoint_of(outputs) / "state.pt"
+    state = torch.load(path, weights_only=True)
+    WRONG_INSIDE[wrong](state)
+    changed = io.BytesIO()
+    torch.save(state, changed)
+    replace_file(path, changed.getvalue())
+    resume = [*TRAINING, "steps=4", f"resume={checkpoint_of(outputs)}"]
+    assert "not what a checkpoint holds" in one_line_refusal(run(*resume, outputs=outputs))
 
 
 def test_a_malicious_config_of_a_checkpoint_is_refused_and_not_run(

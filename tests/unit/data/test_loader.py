@@ -115,7 +115,7 @@ def test_each_sample_once_per_epoch_also_after_resuming(
         assert all(len(window) == accum for window in part[:-1])
     sizes = [len(batch.tokens) for window in windows[:per_epoch] for batch in window]
     assert all(size == micro_batch for size in sizes[:-1])
-    assert second.state_dict() == {"epoch": 3, "sample": 0}
+    assert second.state_dict() == {"epoch": 3, "sample": 0, "content": ""}
 
 
 @settings(deadline=None, max_examples=30)
@@ -156,22 +156,22 @@ def test_the_state_is_what_was_handed_out() -> None:
     iterator = iter(windows)
     next(iterator)
     time.sleep(0.05)  # lets the thread run ahead
-    assert windows.state_dict() == {"epoch": 0, "sample": 4}
+    assert windows.state_dict() == {"epoch": 0, "sample": 4, "content": ""}
     iterator.close()
 
 
 def test_a_position_outside_the_data_is_refused() -> None:
     with pytest.raises(UserError, match="sample 7 of epoch 2: the data has 5 samples"):
-        loader(5).load_state_dict({"epoch": 2, "sample": 7})
+        loader(5).load_state_dict({"epoch": 2, "sample": 7, "content": ""})
 
 
 def test_loading_a_state_ends_the_iterator() -> None:
     windows = loader(10)
     iterator = iter(windows)
     next(iterator)
-    windows.load_state_dict({"epoch": 0, "sample": 2})
+    windows.load_state_dict({"epoch": 0, "sample": 2, "content": ""})
     assert next(iterator, None) is None
-    assert windows.state_dict() == {"epoch": 0, "sample": 2}
+    assert windows.state_dict() == {"epoch": 0, "sample": 2, "content": ""}
     assert not prefetch_threads()
 
 
@@ -210,7 +210,7 @@ def test_an_error_while_reading_reaches_the_trainer(prefetch: int) -> None:
     assert [samples(next(iterator)) for _ in range(3)] == [[0], [1], [2]]
     with pytest.raises(IndexError):
         next(iterator)
-    assert windows.state_dict() == {"epoch": 0, "sample": 3}
+    assert windows.state_dict() == {"epoch": 0, "sample": 3, "content": ""}
     assert not prefetch_threads()
 
 
