@@ -1,5 +1,6 @@
 """`python train.py` as a process of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -67,23 +68,57 @@ Start = Callable[..., Started]
 Run = Callable[..., Finished]
 
 
-def start_train(
-    overrides: list[str], cwd: Path, folder: Path, outputs: Path | None = None
-) -> Started:
-    """Start it in `cwd`; what it writes goes to `folder`, or into `outputs` as the config says."""
+class Server:
+    """Runs one command after the other, each forked from a process that has imported all (train_server)."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/train_server.py")],
+            env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            encoding="utf-8",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def run(
+        self, argv: list[str], cwd: Path, folder: Path, outputs: Path | None, limit_s: float
+    ) -> Finished:
+        assert self._process.stdin and self._process.stdout
+        place = str(outputs) if outputs else None
+        command = {"argv": argv, "cwd": str(cwd), "outputs": place, "limit_s": int(limit_s)}
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        found = json.loads(self._process.stdout.readline())
+        if found["code"] == -signal.SIGALRM:
+            raise subprocess.TimeoutExpired(argv, limit_s, found["stdout"], found["stderr"])
+        return Finished(found["code"], found["stdout"], found["stderr"], folder)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def with_places(overrides: list[str], folder: Path, outputs: Path | None) -> list[str]:
+    """What is written goes to `folder`, or into `outputs` as the config says."""
     if not any(text.startswith("plan=") for text in overrides):
         overrides = [
             *overrides,
             "plan=off",
         ]  # a second process per run, where planning is not the point
     places = [f"{key}={folder}" for key in ("hydra.run.dir", "hydra.sweep.dir")]
-    environment = ENVIRONMENT
-    if outputs is not None:
-        places, environment = [], ENVIRONMENT | {"MEMTRAIN_OUTPUTS": str(outputs)}
+    return overrides if outputs else [*overrides, *places]
+
+
+def start_train(
+    overrides: list[str], cwd: Path, folder: Path, outputs: Path | None = None
+) -> Started:
+    """Start it in `cwd`, a new interpreter."""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *overrides, *places],
+        [sys.executable, str(ROOT / "train.py"), *with_places(overrides, folder, outputs)],
         cwd=cwd,
-        env=environment,
+        env=ENVIRONMENT | ({"MEMTRAIN_OUTPUTS": str(outputs)} if outputs else {}),
         text=True,
         encoding="utf-8",
         stdout=subprocess.PIPE,

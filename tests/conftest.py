@@ -1,11 +1,21 @@
 """What every test may use: configs composed as the command line composes them, and the command line itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from command import ROOT, TIMEOUT_S, Finished, Run, Start, Started, start_train
+from command import (
+    ROOT,
+    TIMEOUT_S,
+    Finished,
+    Run,
+    Server,
+    Start,
+    Started,
+    start_train,
+    with_places,
+)
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from workbench import Workbench
@@ -42,12 +52,17 @@ def bench() -> Workbench:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of token files."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def start(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """`start(*overrides, cwd=..., folder=..., outputs=...)` starts `python train.py` with them.
 
     Its run or sweep is in `folder`; with `outputs` it is where the config puts it in that folder of outputs.
     """
-    cache = tmp_path_factory.mktemp("cache")
 
     def start(
         *overrides: str, cwd: Path = ROOT, folder: Path | None = None, outputs: Path | None = None
@@ -59,10 +74,28 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 @pytest.fixture(scope="session")
-def run(start: Start) -> Run:
-    """`run(*overrides, cwd=..., folder=..., outputs=..., timeout=...)`: as `start`, to its end."""
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
 
-    def run(*overrides: str, timeout: float = TIMEOUT_S, **where: Path) -> Finished:
-        return start(*overrides, **where).finish(timeout)
+
+@pytest.fixture(scope="session")
+def run(server: Server, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`run(*overrides, cwd=..., folder=..., outputs=..., timeout=...)`: as `start`, to its end.
+
+    Forked from a process that has imported torch; the interpreter of `start` is new.
+    """
+
+    def run(
+        *overrides: str,
+        cwd: Path = ROOT,
+        folder: Path | None = None,
+        outputs: Path | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> Finished:
+        place = folder or tmp_path_factory.mktemp("run") / "out"
+        argv = with_places([*overrides, f"data.cache_dir={cache}"], place, outputs)
+        return server.run(argv, cwd, place, outputs, timeout)
 
     return run

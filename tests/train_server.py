@@ -1,9 +1,10 @@
 """`python train.py` many times in seconds: torch and Hydra are imported once, every command runs in a forked child.
 
-Reads lines of JSON {"argv", "cwd", "limit_s"} and answers each with {"code", "stdout", "stderr"}; a command that the
-limit ended has code -14 (SIGALRM).
+Reads lines of JSON {"argv", "cwd", "outputs", "limit_s"} and answers each with {"code", "stdout", "stderr"}; a command
+that the limit ended has code -14 (SIGALRM). The child ends as an interpreter does that ran the script.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -26,39 +27,22 @@ hydra.core.plugins.Plugins.instance()  # looks for all there are
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 
 
-def run_here(argv: list[str], cwd: str, limit_s: int) -> None:
-    """What the interpreter does with a script; does not return."""
-    code = 1
-    try:
-        signal.alarm(limit_s)
-        os.chdir(cwd)
-        sys.argv = [str(SCRIPT), *argv]
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def run_here(command: dict[str, Any]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(command["limit_s"])
+    os.chdir(command["cwd"])
+    os.environ.pop("MEMTRAIN_OUTPUTS", None)
+    if command["outputs"]:
+        os.environ["MEMTRAIN_OUTPUTS"] = command["outputs"]
+    sys.argv = [str(SCRIPT), *command["argv"]]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def answer(command: dict[str, Any], output: int, errors: int) -> dict[str, Any]:
-    for file in (output, errors):
-        os.ftruncate(file, 0)
-        os.lseek(file, 0, os.SEEK_SET)
-    child = os.fork()
-    if child == 0:
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        run_here(command["argv"], command["cwd"], command["limit_s"])
+def wait(child: int, output: int, errors: int) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
-    return {
-        "code": os.waitstatus_to_exitcode(status),
-        "stdout": read(output),
-        "stderr": read(errors),
-    }
+    code = os.waitstatus_to_exitcode(status)
+    return {"code": code, "stdout": read(output), "stderr": read(errors)}
 
 
 def read(file: int) -> str:
@@ -68,10 +52,21 @@ def read(file: int) -> str:
 
 
 def main() -> None:
+    gc.freeze()  # what is imported is not to be looked through in every child
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         for line in sys.stdin:
-            found = answer(json.loads(line), output.fileno(), errors.fileno())
+            for file in (output, errors):
+                os.ftruncate(file.fileno(), 0)
+                os.lseek(file.fileno(), 0, os.SEEK_SET)
+            child = os.fork()
+            if child == 0:
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.dup2(output.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                run_here(json.loads(line))
+                return
+            found = wait(child, output.fileno(), errors.fileno())
             print(json.dumps(found), file=answers, flush=True)
 
 

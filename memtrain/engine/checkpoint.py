@@ -225,8 +225,9 @@ class Checkpoints:
 
     def _write(self, folder: Path, contents: Contents, snapshot: Snapshot, state: bytes) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)
-        sync_folder(self.run_folder)
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            sync_folder(self.run_folder)
         folder.mkdir()
         write_tensors(folder / WEIGHTS, contents.weights, snapshot, "w/")
         write_tensors(folder / OPTIMIZER, contents.optimizer, snapshot, "o/")

@@ -3,18 +3,16 @@
 Each example is the real command in a process of its own, forked from one that has imported everything (train_server).
 """
 
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from command import ENVIRONMENT, ROOT
+from command import ROOT, Finished, Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -204,54 +202,34 @@ def own_files(draw: Callable[..., Any]) -> tuple[str, bytes]:
 # --- how it may end -----------------------------------------------------------------------------------------------
 
 
-class Server:
-    """Runs one command after the other; a dead one is an error."""
+@dataclass
+class Place:
+    """Where the commands run, and what runs them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._number = 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/train_server.py")],
-            env=ENVIRONMENT | {"PYTHONPATH": str(ROOT), "MEMTRAIN_OUTPUTS": str(folder / "outputs")},
-            text=True, encoding="utf-8", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+    folder: Path
+    server: Server
 
-    def run(self, argv: list[str]) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
-        place = self.folder / "cwd"
-        place.mkdir(exist_ok=True)
-        self._number += 1
-        out = self.folder / f"out{self._number}"
-        places = [
-            f"hydra.run.dir={out}",
-            f"hydra.sweep.dir={out}",
-            f"data.cache_dir={self.folder}/cache",
-        ]
-        command = {"argv": [*argv, *places], "cwd": str(place), "limit_s": LIMIT_S}
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        found = json.loads(self._process.stdout.readline())
+    def run(self, argv: list[str]) -> Finished:
+        out, outputs = self.folder / "out", self.folder / "outputs"
+        places = [f"hydra.run.dir={out}", f"hydra.sweep.dir={out}"]
+        argv = [*argv, *places, f"data.cache_dir={self.folder}/cache"]
+        found = self.server.run(argv, self.folder / "cwd", out, outputs, LIMIT_S)
         shutil.rmtree(out, ignore_errors=True)
         return found
 
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
-
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def place(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Without os.chdir: what a run leaves outside its folder would be found in `cwd`."""
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "cwd").mkdir()
+    return Place(folder, server)
 
 
-def check_end(argv: list[str], found: dict[str, Any]) -> None:
+def check_end(argv: list[str], found: Finished) -> None:
     """Done, out of memory, not finite, or refused: with exactly one line that says why."""
-    code, stderr = found["code"], found["stderr"]
-    assert "Traceback" not in found["stdout"] + stderr, (argv, stderr)
+    code, stderr = found.returncode, found.stderr
+    assert "Traceback" not in found.stdout + stderr, (argv, stderr)
     assert code in (0, 2, 3, 4), (argv, code, stderr)
     if code:
         lines = stderr.splitlines()
@@ -259,24 +237,24 @@ def check_end(argv: list[str], found: dict[str, Any]) -> None:
         assert errors == lines[-1:] and len(errors[0]) > len("error: "), (argv, stderr)
 
 
-def try_command(server: Server, words: list[str]) -> None:
+def try_command(place: Place, words: list[str]) -> None:
     argv = [*TINY, *words]
-    check_end(argv, server.run(argv))
+    check_end(argv, place.run(argv))
 
 
-def try_own_file(server: Server, path: str, text: bytes) -> None:
-    folder = server.folder / "own"
+def try_own_file(place: Place, path: str, text: bytes) -> None:
+    folder = place.folder / "own"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / path).parent.mkdir(parents=True)
     (folder / f"{path}.yaml").write_bytes(text)
     chosen = [] if path.startswith("local") else [path.replace("/", "=")]
     argv = [*TINY, f"--config-dir={folder}", *chosen]
-    found = server.run(argv)
+    found = place.run(argv)
     check_end([*argv, repr(text)], found)
 
 
-def try_config_file(server: Server, text: bytes) -> None:
-    folder = server.folder / "conf"
+def try_config_file(place: Place, text: bytes) -> None:
+    folder = place.folder / "conf"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for group in CONF.iterdir():
@@ -284,7 +262,7 @@ def try_config_file(server: Server, text: bytes) -> None:
             (folder / group.name).symlink_to(group)
     (folder / "config.yaml").write_bytes(text)
     argv = [*TINY, f"--config-path={folder}"]
-    found = server.run(argv)
+    found = place.run(argv)
     check_end([*argv, changed(text)], found)
 
 
@@ -296,59 +274,59 @@ def changed(text: bytes) -> str:
 CONFIG_TEXT = (CONF / "config.yaml").read_bytes()
 
 
-def test_flags_may_stand_anywhere(server: Server) -> None:
-    found = server.run(["--cfg", "job", *TINY, "--resolve", "seed=1"])
-    assert (found["code"], found["stderr"]) == (0, "")
-    assert yaml.safe_load(found["stdout"])["seed"] == 1
-    among = server.run([*TINY, "--cfg", "job", "seed=1", "--resolve"])
-    assert among["stdout"].splitlines()[:40] == found["stdout"].splitlines()[:40]
-    wrong = server.run([*TINY, "--absent", "seed=1"])
-    assert wrong["code"] == 2
-    assert wrong["stderr"].startswith("error: unrecognized arguments: --absent;")
+def test_flags_may_stand_anywhere(place: Place) -> None:
+    found = place.run(["--cfg", "job", *TINY, "--resolve", "seed=1"])
+    assert (found.returncode, found.stderr) == (0, "")
+    assert yaml.safe_load(found.stdout)["seed"] == 1
+    among = place.run([*TINY, "--cfg", "job", "seed=1", "--resolve"])
+    assert among.stdout.splitlines()[:40] == found.stdout.splitlines()[:40]
+    wrong = place.run([*TINY, "--absent", "seed=1"])
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: unrecognized arguments: --absent;")
 
 
 @pytest.mark.parametrize("size", ["model.ffn_dim=1000000000", "model.dim=1000000000"])
-def test_a_host_without_room(server: Server, size: str) -> None:
-    found = server.run([*TINY, size])
-    assert found["code"] == 3
-    assert "Traceback" not in found["stderr"]
-    assert found["stderr"].splitlines()[-1].startswith("error: ")
+def test_a_host_without_room(place: Place, size: str) -> None:
+    found = place.run([*TINY, size])
+    assert found.returncode == 3
+    assert "Traceback" not in found.stderr
+    assert found.stderr.splitlines()[-1].startswith("error: ")
 
 
 @given(command_lines())
 @QUICK
-def test_command_lines(server: Server, words: list[str]) -> None:
-    try_command(server, words)
+def test_command_lines(place: Place, words: list[str]) -> None:
+    try_command(place, words)
 
 
 @given(own_files())
 @QUICK
-def test_files_of_ones_own(server: Server, own: tuple[str, bytes]) -> None:
-    try_own_file(server, *own)
+def test_files_of_ones_own(place: Place, own: tuple[str, bytes]) -> None:
+    try_own_file(place, *own)
 
 
 @given(mutated(CONFIG_TEXT))
 @QUICK
-def test_the_config_file(server: Server, text: bytes) -> None:
-    try_config_file(server, text)
+def test_the_config_file(place: Place, text: bytes) -> None:
+    try_config_file(place, text)
 
 
 @pytest.mark.slow
 @given(command_lines())
 @MANY
-def test_many_command_lines(server: Server, words: list[str]) -> None:
-    try_command(server, words)
+def test_many_command_lines(place: Place, words: list[str]) -> None:
+    try_command(place, words)
 
 
 @pytest.mark.slow
 @given(own_files())
 @MANY
-def test_many_files_of_ones_own(server: Server, own: tuple[str, bytes]) -> None:
-    try_own_file(server, *own)
+def test_many_files_of_ones_own(place: Place, own: tuple[str, bytes]) -> None:
+    try_own_file(place, *own)
 
 
 @pytest.mark.slow
 @given(mutated(CONFIG_TEXT))
 @MANY
-def test_many_edits_of_the_config_file(server: Server, text: bytes) -> None:
-    try_config_file(server, text)
+def test_many_edits_of_the_config_file(place: Place, text: bytes) -> None:
+    try_config_file(place, text)

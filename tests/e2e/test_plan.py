@@ -36,6 +36,7 @@ def test_a_plan_of_a_large_model(run: Run) -> None:
     assert (done.folder / "timeline.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_sweep_of_plans_is_a_table(run: Run) -> None:
     done = run("-m", "task=plan", "debug=tiny", "precision=fp32,bf16_true", "gpu=t4")
     assert done.returncode == 0, done.stderr

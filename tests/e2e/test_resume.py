@@ -50,15 +50,17 @@ def one_error_line(finished: Finished, code: int = 2) -> str:
 
 
 @pytest.mark.parametrize("prefetch", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_bit_for_bit(prefetch: int, run: Run, tmp_path: Path) -> None:
-    """Of text, with validation: losses, norms, rates, curves, weights, and where it is in the data."""
+def test_a_stopped_run_goes_on_bit_for_bit(
+    prefetch: int, start: Start, run: Run, tmp_path: Path
+) -> None:
+    """In a new interpreter: losses, validation, norms, rates, curves, weights, and where it is in the data."""
     (tmp_path / "corpus.txt").write_text("".join(f"{i} is {i * i}\n" for i in range(200)))
     text = [*TINY_TEXT, "data.path=corpus.txt", "schedule=constant", "model.dropout=0.1"]
     text += ["precision=fp16", "accum=3", "save_every=3", f"data.prefetch={prefetch}"]
     where = {"cwd": tmp_path, "outputs": tmp_path}
     ok(run(*text, "name=straight", "steps=12", **where))
     ok(run(*text, "name=stopped", "steps=6", **where))
-    resumed = ok(run(*text, "name=stopped", "steps=12", "resume=latest", **where))
+    resumed = ok(start(*text, "name=stopped", "steps=12", "resume=latest", **where).finish())
     straight, stopped = the_run(tmp_path, "straight"), the_run(tmp_path, "stopped")
     assert_same_run(stopped, straight)
     assert [record["step"] for record in records(stopped)] == list(range(1, 13))

@@ -92,6 +92,7 @@ def test_all_experiments_run_as_one_sweep(run: Run) -> None:
     assert {row["status"] for row in rows} == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_reused_sweep_folder_hides_no_failure(start: Start, tmp_path: Path) -> None:
     """A folder that holds a run is refused by its job; the row says so, whatever the old summary says."""
     codes = []
@@ -161,6 +162,7 @@ def test_one_signal_ends_a_sweep_and_it_goes_on(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_unfinished_jobs_are_run_again(run: Run, tmp_path: Path) -> None:
     """From what they saved, if anything; a job that left nothing to go on with begins anew, in an empty folder."""
     jobs = [*JOBS, "steps=7", "keep=2"]

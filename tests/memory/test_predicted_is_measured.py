@@ -19,7 +19,11 @@ BASE = ("data=random", "data.vocab_size=500", "model.vocab_size=500", "model.dim
         "precision.loss_scale=256")  # fmt: skip
 """A scale at which no step is skipped: optimizers on the host have no state before their first."""
 SWITCHES = [
-    (f"precision={precision}", f"accum={accum}", recompute, f"offload={offload}")
+    pytest.param(
+        (f"precision={precision}", f"accum={accum}", recompute, f"offload={offload}"),
+        marks=[pytest.mark.slow] if accum == 1 and precision != "bf16" else [],
+        id=f"precision={precision} accum={accum} {recompute} offload={offload}",
+    )
     for precision, accum, recompute, offload in itertools.product(
         ("fp32", "bf16", "fp16", "bf16_true"),
         (1, 3),
@@ -88,7 +92,9 @@ def measured_peak_bytes(config, dimensions) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-@pytest.mark.parametrize("overrides", SWITCHES + VARIANTS, ids=" ".join)
+@pytest.mark.parametrize(
+    "overrides", SWITCHES + [pytest.param(words, id=" ".join(words)) for words in VARIANTS]
+)
 def test_peak(config, overrides):
     wanted = config(*BASE, *overrides)
     dimensions = build_dimensions(wanted, 500)

@@ -124,7 +124,7 @@ def figures(bench, tmp_path):
 PLAIN: dict[str, Tensor] = {}
 
 
-@pytest.mark.parametrize(("one", "other"), pairs())
+@pytest.mark.parametrize(("one", "other"), list(pairs()))
 def test_a_pair_runs_and_is_right_or_is_refused(figures, one, other):
     torch._dynamo.reset()
     tree = combined(one, other)

@@ -130,6 +130,7 @@ def test_offloaded_state_is_on_the_host(shaped):
     assert found.report.h2d_bytes == pytest.approx(4 * n + 16 * 256 * 8 * 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_every_suggestion_fits_when_planned(shaped):
     wanted = shaped()
     dimensions = build_dimensions(wanted, 2048)
