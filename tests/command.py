@@ -111,6 +111,12 @@ def with_places(overrides: list[str], folder: Path, outputs: Path | None) -> lis
     return overrides if outputs else [*overrides, *places]
 
 
+def hear_signals() -> None:
+    """What runs the tests may ignore them (nohup, a background job), and children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_train(
     overrides: list[str], cwd: Path, folder: Path, outputs: Path | None = None
 ) -> Started:
@@ -124,7 +130,6 @@ def start_train(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        # What runs the tests may ignore SIGINT, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_signals,
     )
     return Started(process, folder)
