@@ -28,7 +28,7 @@ from memtrain.units import KIB, MIB
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """Token ids, (N,)"""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 DTYPES: dict[str, np.dtype[Any]] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
@@ -94,13 +94,13 @@ def write_tokens(
     # 65,536 ids are 0..65,535, the last that 16 bits hold.
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     dtype += "+role" if with_roles else ""
-    count, content_hash = 0, hashlib.sha256(dtype.encode())
+    count, digest = 0, hashlib.sha256(dtype.encode())
     with replacing(data_path) as file:
         for tokens in token_arrays:
             ids = tokens["id"] if with_roles else tokens
             check_ids(ids, vocab_size, str(data_path), first_position=count)
             content = tokens.astype(DTYPES[dtype]).tobytes()
-            content_hash.update(content)
+            digest.update(content)
             file.write(content)
             count += len(tokens)
     sidecar = {
@@ -110,7 +110,8 @@ def write_tokens(
         "vocab_size": vocab_size,
         "tokenizer_hash": tokenizer_hash,
         "source_hash": source_hash,
-        "content_hash": content_hash.hexdigest(),
+        "content_hash": digest.hexdigest(),
+        "modified_ns": data_path.stat().st_mtime_ns,
     }
     with replacing(sidecar_path) as file:
         file.write(json.dumps(sidecar, indent=1).encode())
@@ -120,7 +121,8 @@ def write_tokens(
 def open_tokens(path: Path) -> TokenFile:
     """Map a token file, named by its stem, its .bin or its .json.
 
-    Raises UserError if either file is missing, or they do not fit each other.
+    Raises UserError if either file is missing, or they do not fit each other. What another program wrote, or somebody
+    touched since, is read as a whole for that.
     """
     data_path, sidecar_path = _paths(path.with_suffix("") if path.suffix in _SUFFIXES else path)
     sidecar = _read_sidecar(sidecar_path)
@@ -130,15 +132,29 @@ def open_tokens(path: Path) -> TokenFile:
         what = "cut short" if size_bytes < count * dtype.itemsize else "too long"
         expected = f"{size_bytes} bytes for {count} tokens of {dtype.itemsize}"
         raise UserError(f"{data_path}: {what}: {expected}: delete it and prepare it again")
+    known = sidecar.get("content_hash")
+    untouched = data_path.stat().st_mtime_ns == sidecar.get("modified_ns")
+    found = known if known and untouched else content_hash(sidecar["dtype"], content)
+    if known not in (None, found):
+        raise UserError(
+            f"{data_path}: its content is not what {sidecar_path.name} says: delete it and prepare it again"
+        )
     return TokenFile(
         data_path,
         content["id"] if dtype.names else content,
         sidecar["vocab_size"],
         sidecar["tokenizer_hash"],
         sidecar["source_hash"],
-        sidecar["content_hash"],
+        found,
         content["role"] if dtype.names else None,
     )
+
+
+def content_hash(dtype: str, content: npt.NDArray[Any]) -> str:
+    digest = hashlib.sha256(dtype.encode())
+    for _, chunk in chunks(content):
+        digest.update(chunk.tobytes())
+    return digest.hexdigest()
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> tuple[npt.NDArray[Any], int]:
@@ -272,7 +288,7 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
         fits = sidecar["version"] == FORMAT_VERSION and sidecar["dtype"] in DTYPES
         complete = type(sidecar["count"]) is int and sidecar["count"] >= 0
         complete &= type(sidecar["vocab_size"]) is int and sidecar["vocab_size"] >= 1
-        complete &= {"tokenizer_hash", "source_hash", "content_hash"} <= sidecar.keys()
+        complete &= {"tokenizer_hash", "source_hash"} <= sidecar.keys()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}: prepare it again") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:

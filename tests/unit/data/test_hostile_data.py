@@ -229,6 +229,34 @@ def test_a_wrong_sidecar_is_refused_in_one_line(tmp_path: Path, wrong: str) -> N
     assert len(str(raised.value).splitlines()) == 1
 
 
+def test_a_content_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """One that was only touched, or copied, is not."""
+    path = write_tokens(tmp_path / "t", [np.arange(6)], 10, "", "").path
+    os.utime(path, ns=(1, 1))
+    assert open_tokens(path).count == 6
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(UserError, match=r"t\.bin: its content is not what t\.json says: "):
+        open_tokens(path)
+
+
+def test_a_cached_file_that_was_changed_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    first = tokenize_files([tmp_path / "a.txt"], TOKENIZER, tmp_path / "cache")
+    wanted = first.tokens.tolist()
+    first.path.write_bytes(b"\xff" * first.path.stat().st_size)
+    again = tokenize_files([tmp_path / "a.txt"], TOKENIZER, tmp_path / "cache")
+    assert again.tokens.tolist() == wanted
+
+
+def test_a_sidecar_of_another_program_needs_no_hash_of_the_content(tmp_path: Path) -> None:
+    ours = write_tokens(tmp_path / "t", [np.arange(6)], 10, "", "")
+    sidecar = json.loads((tmp_path / "t.json").read_text())
+    for key in ("content_hash", "modified_ns"):
+        del sidecar[key]
+    (tmp_path / "t.json").write_text(json.dumps(sidecar))
+    assert open_tokens(tmp_path / "t").content_hash == ours.content_hash
+
+
 def test_a_token_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t", [np.array([1, 2])], 10, "", "").path.unlink()
     (tmp_path / "t.bin").mkdir()

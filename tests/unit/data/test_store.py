@@ -99,7 +99,7 @@ def test_a_wrong_length_is_refused(tmp_path: Path, size_bytes: int, message: str
         open_tokens(data)
 
 
-@pytest.mark.parametrize("change", [{"version": 1}, {"dtype": "int16"}, {"count": None}, None])
+@pytest.mark.parametrize("change", [{"version": 2}, {"dtype": "int16"}, {"count": None}, None])
 def test_a_sidecar_that_does_not_fit_is_refused(
     tmp_path: Path, change: dict[str, Any] | None
 ) -> None:
