@@ -667,6 +667,8 @@ ELEMENTWISE = ("adamw", "lion", "sgd")
 def _checkpoints_can_be_kept(config: Config) -> None:
     if config.keep == 0:
         raise UserError("keep=0: would keep no checkpoint; use 1 or more, or -1 for all")
+    if config.resume == "":
+        raise UserError("resume=: is empty; name a run's folder or a checkpoint's, or latest")
     if config.resume is not None and config.task != "train":
         raise UserError(f"resume={config.resume}: task={config.task} trains nothing; drop it")
 

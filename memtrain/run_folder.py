@@ -23,7 +23,7 @@ STATE, CONFIG, META = "state.pt", "config.yaml", "meta.json"
 FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG)
 """Of a checkpoint; META, written last, knows how long they are."""
 LOCK = ".lock"
-METRICS = "metrics.jsonl"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 
 def step_name(step: int) -> str:
@@ -36,7 +36,11 @@ def step_of(checkpoint: Path) -> int:
 
 def complete(run_folder: Path) -> list[Path]:
     """The whole checkpoints of a run, by step; temporary and damaged ones are none."""
-    return sorted((path for path in named(run_folder) if is_complete(path)), key=step_of)
+    listed = named(run_folder)
+    whole = sorted((path for path in listed if is_complete(path)), key=step_of)
+    if whole or all(path.exists() for path in listed):
+        return whole
+    return complete(run_folder)  # a living run has put another in their place
 
 
 def damaged(run_folder: Path) -> list[Path]:
@@ -45,8 +49,10 @@ def damaged(run_folder: Path) -> list[Path]:
 
 
 def named(run_folder: Path) -> list[Path]:
-    found = (run_folder / CHECKPOINTS).glob("step_*")
-    return [path for path in found if re.fullmatch(r"step_\d+", path.name)]
+    try:
+        return [path for path in (run_folder / CHECKPOINTS).glob("step_*") if is_checkpoint(path)]
+    except OSError:  # such as a name that is too long for one
+        return []
 
 
 def newest(run_folder: Path) -> Path | None:
@@ -57,7 +63,8 @@ def newest(run_folder: Path) -> Path | None:
 def is_complete(checkpoint: Path) -> bool:
     """Whether every file is there, and as long as it was written."""
     try:
-        sizes_bytes = read_meta(checkpoint)["sizes_bytes"]
+        meta = read_meta(checkpoint)
+        sizes_bytes, _ = meta["sizes_bytes"], meta["val_loss"]
         return all((checkpoint / name).stat().st_size == sizes_bytes[name] for name in FILES)
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -72,26 +79,34 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -> str:
     """Where a run called `name` writes: in the folder of the run that it goes on with, else in one of its own.
 
-    A checkpoint that is not the last of its run starts
-    a run of its own: what came after it stays.
+    A checkpoint that is not the last of its run starts a run of its own: what came after it stays.
     """
-    fresh = str(runs / name / fresh_name)
-    checkpoint = find_checkpoint(str(resume), runs / name, Path.cwd()) if resume else None
-    if checkpoint is None:
-        return fresh
-    run_folder = checkpoint.parent.parent
-    return str(run_folder) if newest(run_folder) == checkpoint else fresh
-
-
-def find_checkpoint(resume: str, runs_of_name: Path, base: Path) -> Path | None:
-    """The checkpoint that `resume` means: latest, a run's folder, or a checkpoint's. None: there is no whole one."""
+    going_on = None
     if resume == "latest":
-        run_folder = last_trained(runs_of_name)
-        return newest(run_folder) if run_folder else None
-    path = (base / Path(resume).expanduser()).resolve()
-    if re.fullmatch(r"step_\d+", path.name):
+        going_on = last_trained(runs / name)
+    elif resume:
+        path = full_path(resume, Path.cwd())
+        going_on = path.parent.parent if is_checkpoint(path) else path
+        if is_checkpoint(path) and newest(going_on) != path:
+            going_on = None
+    return str(going_on if going_on and newest(going_on) else runs / name / fresh_name)
+
+
+def named_checkpoint(resume: str, base: Path) -> Path | None:
+    """What a path means, which is a run's or a checkpoint's. None: there is no whole one."""
+    path = full_path(resume, base)
+    if is_checkpoint(path):
         return path if is_complete(path) else None
     return newest(path)
+
+
+def full_path(resume: str, base: Path) -> Path:
+    return Path(os.path.realpath(base / Path(resume).expanduser()))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """By its name."""
+    return re.fullmatch(r"step_\d+", path.name) is not None
 
 
 def last_trained(runs_of_name: Path) -> Path | None:
@@ -107,8 +122,11 @@ def last_trained(runs_of_name: Path) -> Path | None:
 def write_text(path: Path, text: str) -> None:
     """Written under a temporary name and renamed: whoever reads it finds all of it, or what was there before."""
     temporary = path.with_name(f".{path.name}.tmp")
-    write_synced(temporary, [text.encode()])
-    temporary.replace(path)
+    try:
+        write_synced(temporary, [text.encode()])
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch would import it in the midst of a run
 import yaml
 from safetensors import SafetensorError
 
@@ -60,11 +61,12 @@ from memtrain.report.recorder import Recorder, write_json
 from memtrain.run_folder import (
     CONFIG,
     METRICS,
+    SUMMARY,
     WEIGHTS,
     damaged,
-    find_checkpoint,
     last_trained,
     locked,
+    named_checkpoint,
     newest,
     step_of,
     write_text,
@@ -73,7 +75,6 @@ from memtrain.stop import StopRequest
 from memtrain.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("memtrain")
-logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -94,7 +95,7 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
 
     Returns the sweep's metric. Ends the process with the exit code of `memtrain.errors` if the task fails.
     """
-    resumes = tree.get("resume") is not None and newest(place.folder) is not None
+    resumes = bool(tree.get("resume")) and newest(place.folder) is not None
     if (place.folder / METRICS).exists() and not resumes:
         console.print_error(
             f"hydra.run.dir={place.folder}: holds a run already; choose another folder"
@@ -117,8 +118,8 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
             summary["metric"] = summary.get(config.sweep.metric)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         status, code = outcome(error)
-        summary |= {"status": status, "error": " ".join(str(error).split()) or status}
-        log.exception("%s", status)
+        summary |= {"status": status, "error": what_was_wrong(error, place.folder) or status}
+        log.log(logging.ERROR, summary["error"], exc_info=status not in ("refused", "interrupted"))
         if code is None:
             raise
         console.print_error(summary["error"])
@@ -126,8 +127,9 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
             traceback.print_exc()
         sys.exit(code)
     finally:
-        if owned and not (resumes and summary["status"] == "refused"):  # else the run is as it was
-            leave_summary(place.folder, summary)
+        kept = summary["status"] == "interrupted" and (place.folder / SUMMARY).exists()
+        if owned and not (resumes and (kept or summary["status"] == "refused")):
+            leave_summary(place.folder, summary)  # else the run is as it was
         if place.planner:
             place.planner.close()
     metric: float | None = summary["metric"]
@@ -136,9 +138,21 @@ def run(tree: dict[str, Any], place: Place) -> float | None:
 
 def leave_summary(folder: Path, summary: dict[str, Any]) -> None:
     try:
-        write_json(folder / "summary.json", summary)
+        write_json(folder / SUMMARY, summary)
     except OSError as error:  # how the run ended matters more
-        console.print_warning(f"{folder / 'summary.json'}: not written ({error.strerror})")
+        console.print_warning(f"{folder / SUMMARY}: not written ({error.strerror})")
+
+
+def what_was_wrong(error: BaseException, folder: Path) -> str:
+    """In one line."""
+    if isinstance(error, SystemExit):
+        return ""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        text = (
+            f"{error.filename or folder}: {error.strerror}; make room there, or let it be written"
+        )
+    return text
 
 
 def write_config(tree: dict[str, Any], folder: Path) -> None:
@@ -228,29 +242,29 @@ def train_model(
 
     with (
         console.Progress(config.steps, first_step=progress.steps) as bar,
-        Recorder(place.folder, bar.update, *flops, progress.steps) as recorder,
-        checkpoints,
-        StopRequest("stopping after this window, then saving") as stop,
+        Recorder(place.folder, bar.update, *flops, recorded_steps(progress)) as recorder,
     ):
-        train_loop(
-            step,
-            loader,
-            build.build_schedule(config),
-            config.steps,
-            progress=progress,
-            save=save,
-            save_every=config.save_every,
-            stop=lambda: bool(stop.requested),
-            evaluate=evaluation(config, step, data, lambda: bool(stop.requested)),
-            observe=recorder,
-            log_every=config.log_every,
-            eval_every=config.eval_every,
-            max_skipped=config.optimizer.max_skipped,
-        )
-        checkpoints.wait()
+        with checkpoints, StopRequest("stopping after this window, then saving") as stop:
+            train_loop(
+                step,
+                loader,
+                build.build_schedule(config),
+                config.steps,
+                progress=progress,
+                save=save,
+                save_every=config.save_every,
+                stop=lambda: bool(stop.requested),
+                evaluate=evaluation(config, step, data, lambda: bool(stop.requested)),
+                observe=recorder,
+                log_every=config.log_every,
+                eval_every=config.eval_every,
+                max_skipped=config.optimizer.max_skipped,
+            )
+            checkpoints.wait()
+            if not stop.requested:
+                step.settle()
+                save_weights(model, place.folder)
         stop.raise_if_requested(f"step {progress.steps}")
-        step.settle()
-        save_weights(model, place.folder)
         summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
         summary |= what_was_learned(config, model, data, place)
@@ -272,12 +286,10 @@ def resume(
 ) -> Progress:
     """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""
     assert config.resume
-    checkpoint = find_checkpoint(config.resume, place.folder.parent, place.base)
+    latest = config.resume == "latest"  # the folder is that run's, if there is one
+    checkpoint = newest(place.folder) if latest else named_checkpoint(config.resume, place.base)
     if checkpoint is None:
-        latest = config.resume == "latest"
-        where = (
-            (last_trained(place.folder.parent) or place.folder.parent) if latest else config.resume
-        )
+        where = unsaved_run(place.folder) if latest else config.resume
         raise UserError(
             f"resume={config.resume}: no whole checkpoint in {where}; start without it, or name another run"
         )
@@ -290,7 +302,10 @@ def resume(
         console.print_warning(f"{path}: not whole; left alone")
     old = read_config(checkpoint)
     found = changes(old, chosen)
-    check_changes(found, old, chosen)
+    try:
+        check_changes(found, old, chosen)
+    except (KeyError, TypeError) as error:
+        raise not_ours(checkpoint / CONFIG) from error
     if step_of(checkpoint) > config.steps:
         raise UserError(
             f"steps={config.steps}: {checkpoint} is at step {step_of(checkpoint)}; raise steps to go on"
@@ -307,7 +322,19 @@ def resume(
     if any(key in ROUNDING for key, _, _ in found):
         console.print_warning("the same window in other micro-batches is rounded differently")
     write_config(chosen, place.folder)
+    (place.folder / SUMMARY).unlink(missing_ok=True)  # of the run as it was
     return progress
+
+
+def unsaved_run(folder: Path) -> Path:
+    """Where `latest` looked for a checkpoint: the last run of that name, if that has saved nothing."""
+    last = last_trained(folder.parent)
+    return last if last and newest(last) is None else folder
+
+
+def recorded_steps(progress: Progress) -> int:
+    """How far the records of a run go that goes on; one that is pending may be there, and is made again."""
+    return progress.steps - bool(progress.pending)
 
 
 def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:

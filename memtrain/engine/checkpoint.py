@@ -174,6 +174,8 @@ class Checkpoints:
         self._thread.start()
 
     def before_change(self) -> None:
+        if self._error is not None:
+            self.wait()
         if self._snapshot is not None:
             self._snapshot.freeze()
 
@@ -282,9 +284,12 @@ def is_state(found: Mapping[str, Any]) -> bool:
     parts = [found.get(part) for part in ("progress", "scaler", "data", "random")]
     if not all(isinstance(part, dict) for part in parts):
         return False
-    numbers = [*found["progress"].values(), *found["scaler"].values()]
-    return all(isinstance(number, (int, float)) and number >= 0 for number in numbers) and all(
-        isinstance(state, Tensor) for state in found["random"].values()
+    counters = {**found["progress"], **found["scaler"]}
+    pending = counters.pop("pending", None)
+    return (
+        all(isinstance(number, (int, float)) and number >= 0 for number in counters.values())
+        and (pending is None or isinstance(pending, dict))
+        and all(isinstance(state, Tensor) for state in found["random"].values())
     )
 
 

@@ -26,6 +26,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     tokens: int = 0
+    pending: Record | None = None
+    """The record of the last window, if a signal cut off its validation: that is made before the next window."""
 
 
 def train(
@@ -48,27 +50,30 @@ def train(
     steps in a row.
 
     `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
-    after the one in which `stop` became true. A validation that `stop` fell into is not recorded.
+    after the one in which `stop` became true. A validation that `stop` fell into is made again by who goes on.
     """
     progress, clock = progress or Progress(), Clock()
+    if evaluate and (record := progress.pending):
+        if not validate(record, progress, evaluate, stop):
+            return progress
+        observe(record)
+        if save:
+            save(progress, record["val_loss"])
     reset_peaks(step.device)
     for window in take(windows, steps - progress.steps):
         learning_rate = set_learning_rate(step, schedule(progress.stepped))
         loss, grad_norm, stepped = step(window).tolist()  # the one wait for the device
         count(progress, window, bool(stepped))
         clock.add(sum(batch.tokens.numel() for batch in window))
-        record: Record = {"step": progress.steps, "loss": loss, "lr": learning_rate}
+        record = {"step": progress.steps, "loss": loss, "lr": learning_rate}
         record |= {"grad_norm": grad_norm, "tokens": progress.tokens}
         last = progress.steps == steps
         evaluating = last or is_due(progress.steps, eval_every)
         logging = evaluating or progress.steps == 1 or is_due(progress.steps, log_every)
         if logging or not stepped:
             record |= measurements(step, progress) | clock.read()
-            if evaluate and evaluating:
-                val_loss = evaluate()
-                if not stop():  # else it may be of a part of the text
-                    record["val_loss"] = val_loss
-            observe(record)
+            if not (evaluate and evaluating) or validate(record, progress, evaluate, stop):
+                observe(record)
             reset_peaks(step.device)
             clock.restart()
         stopping = stop()
@@ -87,6 +92,17 @@ def train(
             "lower optimizer.lr, or use precision=bf16 or fp32"
         )
     return progress
+
+
+def validate(
+    record: Record, progress: Progress, evaluate: Callable[[], float], stop: Callable[[], bool]
+) -> bool:
+    """Add the validation loss to `record`. False: `stop` may have cut it off, and the record is pending."""
+    val_loss = evaluate()
+    progress.pending = record if stop() else None
+    if progress.pending is None:
+        record["val_loss"] = val_loss
+    return progress.pending is None
 
 
 def take(windows: Iterable[list[Batch]], steps: int) -> Iterator[list[Batch]]:

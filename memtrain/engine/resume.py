@@ -31,7 +31,8 @@ FIXED = (
     "optimizer.name",
 )
 """Keys that make another run: another model, other data, another state."""
-FREE_IN_FIXED = ("model.mlp_chunks", "model.mlp_chunk_blocks", "model.dropout")
+FREE_IN_FIXED = ("model.mlp_chunks", "model.mlp_chunk_blocks", "model.dropout", "tokenizer.path")
+"""The data, tokenizer included, is known by its content."""
 ROUNDING = ("micro_batch", "accum")
 """Keys whose product is fixed: the same window in other pieces gives the same sums, rounded differently."""
 

@@ -99,7 +99,7 @@ def records_until(path: Path, step: int) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if record["step"] <= step:
+        if isinstance(record, dict) and record.get("step", step + 1) <= step:
             records.append(record)
     return records
 

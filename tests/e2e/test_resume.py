@@ -350,6 +350,36 @@ def test_latest_is_the_youngest_whole_one_of_that_name(run: Run, short: Path) ->
     assert checkpoints(short) == [f"step_0000000{step}" for step in range(1, 6)]
 
 
+def test_latest_in_a_folder_of_ones_own_is_the_run_in_it(run: Run, short: Path) -> None:
+    """Not one beside it."""
+    own = short.with_name("own")
+    line = one_error_line(run(*TINY, "steps=9", "resume=latest", folder=own))
+    assert f"no whole checkpoint in {own}" in line
+    ok(run(*TINY, "steps=9", "resume=latest", folder=short))
+    assert summary(short)["steps"] == 9
+
+
+def test_a_summary_stays_until_there_is_more_to_say(start: Start, short: Path) -> None:
+    before = summary(short)
+    started = start(*TINY, "steps=100000", f"resume={short}", outputs=short.parents[2])
+    while (
+        not list(short.glob(".lock"))
+        or str(started.process.pid) not in (short / ".lock").read_text()
+    ):
+        assert started.process.poll() is None
+    os.kill(started.process.pid, signal.SIGTERM)
+    assert started.finish().returncode == 143
+    now = summary(short)
+    assert now == before or (now["status"] == "interrupted" and "step" in now["error"])
+
+
+@pytest.mark.parametrize("resume", ["", "x" * 5000])
+def test_what_names_nothing_is_refused(resume: str, run: Run, tmp_path: Path) -> None:
+    for where in ({"folder": tmp_path / "run"}, {"outputs": tmp_path}):
+        line = one_error_line(run(*TINY, f"resume={resume}", **where))
+        assert "resume=" in line and "name" in line
+
+
 def test_latest_does_not_pass_over_a_run_that_saved_nothing(run: Run, short: Path) -> None:
     """It trained last; to go on with the one before it would not be what is meant."""
     outputs = short.parents[2]
@@ -375,6 +405,8 @@ def test_latest_does_not_pass_over_a_run_that_saved_nothing(run: Run, short: Pat
 def test_any_damaged_file_is_noticed(name: str, run: Run, short: Path) -> None:
     path = short / "checkpoints/step_00000004" / name
     os.truncate(path, path.stat().st_size // 2)
+    with (short / "metrics.jsonl").open("a") as file:
+        file.write('7\n{"loss": 1}\n')
     resumed = ok(run(*TINY, "steps=4", f"resume={short}", outputs=short.parents[2]))
     assert "step_00000003, step 3 of 4" in resumed.stdout
     assert "step_00000004: not whole" in resumed.stderr

@@ -170,6 +170,13 @@ def test_a_state_with_another_content_is_refused(run: Run, outputs: Path, wrong:
     assert "not what a checkpoint holds" in one_line_refusal(run(*resume, outputs=outputs))
 
 
+def test_a_config_of_a_checkpoint_without_its_parts_is_refused(run: Run, outputs: Path) -> None:
+    replace_file(checkpoint_of(outputs) / "config.yaml", b"seed: 0\nkeep: 3\n")
+    resume = [*TRAINING, "steps=4", f"resume={checkpoint_of(outputs)}"]
+    line = one_line_refusal(run(*resume, outputs=outputs))
+    assert line.startswith("error: ")
+
+
 def test_a_malicious_config_of_a_checkpoint_is_refused_and_not_run(
     run: Run, outputs: Path, tmp_path: Path
 ) -> None:
