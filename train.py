@@ -1,9 +1,14 @@
 """memtrain's command line: Hydra composes the config, a task runs it, the exit code says how it ended."""
 
+from memtrain import stop
+
+if __name__ == "__main__":
+    stop.exit_on_signals()  # before the imports, which take a second
+
 import argparse
+import logging
 import os
 import re
-import signal
 import sys
 import traceback
 from importlib.metadata import version
@@ -66,6 +71,7 @@ def job(config: DictConfig) -> float | None:
     planner = PlannerProcess() if plans else None  # starts while torch is imported here
     from memtrain import tasks
 
+    stop.raise_on_signals()
     folder, base = Path(settings.runtime.output_dir), Path(settings.runtime.cwd)
     return tasks.run(tree, tasks.Place(folder, base, list(settings.overrides.task), planner))
 
@@ -127,7 +133,7 @@ def main() -> int:
     sys.argv[1:] = flags_first(sys.argv[1:])
     argparse.ArgumentParser.error = refuse_flags  # type: ignore[method-assign, assignment]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own report
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_TERMINATED))
+    logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
     try:
         job()
     except Exception as error:  # a task's own errors end in the task

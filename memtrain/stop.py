@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM and a lost terminal: the first asks the run to end after this window, the second ends it at once."""
+"""Ctrl-C, SIGTERM and a lost terminal, by what a process has to lose.
+
+While it imports, nothing: `exit_on_signals`. While it prepares, a folder and a file: `raise_on_signals`. While it
+trains, the run: StopRequest; the first asks it to end after this window, the second ends it at once.
+"""
 
 import os
 import signal
@@ -6,29 +10,66 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from memtrain.errors import Stopped
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ASK = signal.SIGUSR1
+"""Asks as SIGTERM does, but once, however often it comes: so a sweep asks its job, which may have heard before."""
+
+
+def heard() -> list[signal.Signals]:
+    """The signals that end a process; not a lost terminal's where that is ignored, as `nohup` has it."""
+    found = [signal.SIGINT, signal.SIGTERM, ASK]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        found.append(signal.SIGHUP)
+    return found
+
+
+def exit_code(number: int) -> int:
+    return 128 + (signal.SIGTERM if number == ASK else number)
+
+
+def exit_on_signals() -> None:
+    """At once: an exception in the midst of an import may be swallowed, or leave half of a module."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(sys.stderr.fileno(), b"interrupted\n")
+        os._exit(exit_code(number))
+
+    for number in heard():
+        signal.signal(number, end)
+
+
+def raise_on_signals() -> None:
+    """KeyboardInterrupt or SystemExit, for whoever has something to put away."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(exit_code(number))
+
+    for number in heard():
+        signal.signal(number, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class StopRequest:
     """While it is entered, `requested` says whether one of the signals has come.
 
-    The first shows `notice`; `pass_on` hears of each.
+    The first shows `notice`; a second one, other than ASK, does not return. `pass_on` is told what another process is
+    to hear then: ASK, SIGKILL.
     """
 
     def __init__(self, notice: str, pass_on: Callable[[int], None] = lambda number: None) -> None:
         self._notice, self._pass_on = notice, pass_on
         self.requested: int = 0
         """The signal's number."""
+        self._heard = False
+        """One that was not ASK."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            heard = [n for n in SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
-            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
+            self._before = {number: signal.signal(number, self._on_signal) for number in heard()}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -36,21 +77,19 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._pass_on(number)
-        if self.requested:
-            os._exit(128 + number)  # whatever hangs shall not hold it up
-        self.requested = number
-        # os.write: the handler may have interrupted a print.
-        os.write(sys.stderr.fileno(), f"\n{self._notice}; once more: at once\n".encode())
+        if self._heard and number != ASK:
+            self._pass_on(signal.SIGKILL)
+            os._exit(exit_code(number))  # whatever hangs shall not hold it up
+        self._heard |= number != ASK
+        if not self.requested:
+            self.requested = number
+            self._pass_on(ASK)
+            # os.write: the handler may have interrupted a print.
+            os.write(sys.stderr.fileno(), f"\n{self._notice}; once more: at once\n".encode())
 
     def raise_if_requested(self, where: str) -> None:
         """Raises Stopped with the exit code of the signal."""
         if self.requested:
             raise Stopped(
-                128 + self.requested, f"stopped, saved at {where}; go on with resume=latest"
+                exit_code(self.requested), f"stopped, saved at {where}; go on with resume=latest"
             )
-
-
-def is_ignored(number: int) -> bool:
-    """As `nohup` asks for."""
-    return signal.getsignal(number) == signal.SIG_IGN

@@ -15,11 +15,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import read_write
 
 from memtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Stopped, UserError
-from memtrain.run_folder import LOCK, locked, newest, write_text
-from memtrain.stop import StopRequest
+from memtrain.run_folder import LOCK, SUMMARY, locked, newest, write_text
+from memtrain.stop import ASK, StopRequest, exit_code
 
 OVERRIDES = "overrides.json"
-"""In a sweep's folder: what was typed, and so which jobs it has."""
+"""In a sweep's folder: what was typed, and so which jobs it has. In a job's: its own."""
+LOG = "stderr.log"
 _OF_THE_SWEEP = (
     "hydra.mode",
     "hydra.run.",
@@ -34,46 +35,43 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
     """Run one job of a sweep (`settings` is Hydra's own config) and return its metric; NaN if it failed.
 
     With `resume` a job that is done is not run again, and one that has a checkpoint goes on from it, however it ended.
-    Raises Stopped where a signal has ended it.
+    Raises Stopped where a signal has ended it, UserError if it still runs or was begun with other overrides.
     """
     folder = Path(settings.runtime.output_dir)
     overrides = of_the_job(settings.overrides.task)
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     before = read_summary(folder) if resume else None
-    if before and before["status"] == "ok" and of_the_job(before["overrides"]) == overrides:
-        print(f"job {settings.job.num}: kept", flush=True)
-        return leave_summary(folder, before | {"kept": True})
-    goes_on = resume and newest(folder) is not None  # however it ended: what it has saved is kept
-    if resume and not goes_on:
-        clear(folder)
-    for left_over in ("summary.json", "stderr.log"):  # of an earlier sweep in this folder
-        (folder / left_over).unlink(missing_ok=True)
+    with locked(folder):
+        if resume:
+            check_same(folder / OVERRIDES, overrides)
+        if before and before["status"] == "ok":
+            print(f"job {settings.job.num}: kept", flush=True)
+            return leave_summary(folder, before | {"kept": True, "job": settings.job.num})
+        goes_on = resume and newest(folder) is not None  # what it has saved is kept
+        if resume and not goes_on:
+            clear(folder)
+        for left_over in (SUMMARY, LOG):  # of an earlier sweep in this folder
+            (folder / left_over).unlink(missing_ok=True)
+        write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
     arguments = job_arguments(settings, folder) + ([f"resume={quoted(folder)}"] if goes_on else [])
     command = [sys.executable, str(script), *arguments]
-    # Out of reach of the terminal's Ctrl-C: it hears of signals once, from here, whoever sends them.
-    process = subprocess.Popen(
-        command, cwd=settings.runtime.cwd, stderr=subprocess.PIPE, start_new_session=True
-    )
-    code, signal_number = wait_for(process, folder / "stderr.log")
+    code, signal_number = run_process(command, settings.runtime.cwd, folder / LOG)
     summary = read_summary(folder)
     if summary is None:
-        # What ended the process left no time to say so.
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         status = "interrupted" if signal_number else "failed"
-        summary = {"status": status, "error": f"the process ended without a summary ({how})"}
+        summary = {"status": status, "error": last_words(folder / LOG, code)}
     if code and summary["status"] == "ok":
         summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
     summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
     metric = leave_summary(folder, summary)
     if code:
         print(
-            f"job {settings.job.num} {summary['status']}: see {folder}/stderr.log and train.log",
+            f"job {settings.job.num} {summary['status']}: see {folder}/{LOG} and train.log",
             flush=True,
         )
     if signal_number or code == EXIT_INTERRUPTED:
-        raise Stopped(
-            128 + (signal_number or signal.SIGINT), "stopped; go on with sweep.resume=true"
-        )
+        code = exit_code(signal_number or signal.SIGINT)
+        raise Stopped(code, "stopped; go on with sweep.resume=true")
     return metric
 
 
@@ -82,19 +80,35 @@ def of_the_job(overrides: Iterable[str]) -> list[str]:
     return [text for text in overrides if not text.startswith(("sweep.resume=", "resume="))]
 
 
+def check_same(begun: Path, overrides: list[str]) -> None:
+    """Raises UserError if the job was begun with other overrides, which a config file may hold."""
+    before = json.loads(begun.read_text(encoding="utf-8")) if begun.exists() else overrides
+    if before != overrides:
+        raise UserError(
+            f"sweep.resume=true: {begun.parent} was begun with {' '.join(before)}; bring that back, or sweep anew"
+        )
+
+
 def clear(folder: Path) -> None:
-    """Of what a job left that is run again. Raises UserError if it still runs."""
-    with locked(folder):
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
+    """Of what a job left that is run again."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def last_words(log: Path, code: int) -> str:
+    """Why a process ended that left no summary."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return errors[-1].removeprefix("error: ") if errors else f"ended without a summary ({how})"
 
 
 def leave_summary(folder: Path, summary: dict[str, Any]) -> float:
     """The metric in it comes back."""
-    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     metric = summary.get("metric")
     return float("nan") if summary["status"] != "ok" or metric is None else float(metric)
 
@@ -116,14 +130,23 @@ def quoted(folder: Path) -> str:
     return f'"{text}"'
 
 
-def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> tuple[int, int]:
+def run_process(command: list[str], cwd: str, log: Path) -> tuple[int, int]:
     """The exit code, and the signal that came meanwhile, if any; `log` keeps what the job said to stderr.
 
-    The first signal lets the job save and end.
+    The first signal lets the job save and end. It is out of reach of the terminal: what reaches it comes from here.
     """
-    assert process.stderr
-    with StopRequest("this job is the last one", process.send_signal) as stop:
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int) -> None:
+        if process:
+            process.send_signal(number)
+
+    with StopRequest("this job is the last one", pass_on) as stop:
+        process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, start_new_session=True)
         try:
+            if stop.requested:  # before there was a process to hear of it
+                process.send_signal(ASK)
+            assert process.stderr
             for line in process.stderr:
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
@@ -137,7 +160,7 @@ def wait_for(process: "subprocess.Popen[bytes]", log: Path) -> tuple[int, int]:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     if not path.exists():
         return None
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -160,29 +183,36 @@ class SweepTable(Callback):  # type: ignore[misc]
             folder = Path(config.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
             self._locked.enter_context(locked(folder))
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(EXIT_REFUSED)
-        write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
+            write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
+        except (UserError, OSError) as error:
+            sys.exit(self._told(error))
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         error = job_return._return_value
-        if isinstance(error, Stopped):
-            self._report(config)
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(error.code)
+        if isinstance(error, (Stopped, UserError, OSError)):
+            try:
+                self._report(config)
+            finally:  # Hydra goes on after what a callback raises, but not after this
+                sys.exit(self._told(error))
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         if self._report(config):
             sys.exit(EXIT_FAILED)
 
+    def _told(self, error: Exception) -> int:
+        """The exit code."""
+        if isinstance(error, OSError):
+            print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILED
+        print(f"error: {error}", file=sys.stderr)
+        return error.code if isinstance(error, Stopped) else EXIT_REFUSED
+
     def _report(self, config: Any) -> bool:
         """Whether a job failed."""
         folder = Path(config.hydra.sweep.dir)
-        found = [
-            path for path in folder.rglob("summary.json") if path.stat().st_mtime >= self._started_s
-        ]
+        found = [path for path in folder.rglob(SUMMARY) if path.stat().st_mtime >= self._started_s]
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+        summaries = [summary for summary in summaries if "job" in summary]  # else not of this sweep
         summaries.sort(key=lambda summary: summary["job"])
         report_sweep(folder, summaries)
         return any(summary["status"] != "ok" for summary in summaries)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,16 @@ class Started:
         """Read stdout up to a line that begins so."""
         assert self.process.stdout
         assert any(line.startswith(beginning) for line in self.process.stdout)
+
+
+def processes_with(text: str) -> list[int]:
+    """The living processes whose command line has `text` in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 Start = Callable[..., Started]

@@ -5,10 +5,11 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from command import ROOT, Finished, Run, Start
+from command import ROOT, Finished, Run, Start, processes_with
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
@@ -183,6 +184,80 @@ def test_unfinished_jobs_are_run_again(run: Run, tmp_path: Path) -> None:
     assert not (folder / "2/left_over").exists()
     for job in "012":
         assert [record["step"] for record in read_metrics(folder / job)] == [*range(1, 8)]
+
+
+def test_a_signal_as_a_job_begins_leaves_none(start: Start, tmp_path: Path) -> None:
+    for attempt in range(3):
+        outputs = tmp_path / str(attempt)
+        started = start(*JOBS, "steps=100000", outputs=outputs)
+        started.wait_for_line("job 0:")
+        time.sleep(0.01 * attempt)
+        os.kill(started.process.pid, signal.SIGTERM)
+        assert started.finish(10).returncode == 143
+        assert not processes_with(str(outputs))
+
+
+def test_a_signal_to_all_processes_asks_a_job_once(start: Start, tmp_path: Path) -> None:
+    """As systemd and batch systems send it: the job hears it twice, and saves all the same."""
+    started = start(*JOBS, "steps=100000", "save_every=0", outputs=tmp_path)
+    started.wait_for_line("step 20/")
+    folder = the_sweep(tmp_path)
+    job = int((folder / "0/.lock").read_text())
+    for process in (job, started.process.pid):
+        os.kill(process, signal.SIGTERM)
+    assert started.finish(10).returncode == 143
+    (row,) = read_rows(folder)
+    assert row["status"] == "interrupted" and "saved at step" in row["error"]
+    assert list((folder / "0/checkpoints").glob("step_*"))
+
+
+def test_a_job_that_outlived_its_sweep_is_not_run_twice(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    started = start(*JOBS, "steps=100000", outputs=tmp_path)
+    started.wait_for_line("step 20/")
+    folder = the_sweep(tmp_path)
+    job = int((folder / "0/.lock").read_text())
+    os.kill(started.process.pid, signal.SIGKILL)
+    refused = run(*JOBS, "steps=100000", "sweep.resume=true", outputs=tmp_path)
+    os.kill(job, signal.SIGTERM)
+    started.finish()
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith(
+        f"error: {folder}/0: process {job} is writing"
+    )
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_job_goes_on_with_its_own_overrides(run: Run, tmp_path: Path) -> None:
+    """They may come from a config file, which somebody edits."""
+    (tmp_path / "experiment").mkdir()
+    mine = tmp_path / "experiment/mine.yaml"
+    text = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      optimizer.lr: {}\n"
+    sweep = [
+        f"--config-dir={tmp_path}",
+        "-m",
+        "experiment=mine",
+        *JOBS[1:2],
+        "name=seeds",
+        "steps=2",
+    ]
+    mine.write_text(text.format("1e-3,2e-3"))
+    assert run(*sweep, outputs=tmp_path).returncode == 0
+    mine.write_text(text.format("5e-1,2e-3"))
+    refused = run(*sweep, "sweep.resume=true", outputs=tmp_path)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "was begun with" in line and "optimizer.lr=0.001 " in line
+    assert len(read_summaries(the_sweep(tmp_path))) == 2
+
+
+def test_a_sweep_that_cannot_be_written_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused = run(*JOBS, "steps=1", folder=tmp_path / "file/sweep")
+    assert refused.returncode in (1, 2)
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: ") and str(tmp_path / "file") in line
 
 
 def test_only_a_sweep_of_the_same_overrides_goes_on(run: Run, tmp_path: Path) -> None:
