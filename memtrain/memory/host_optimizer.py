@@ -31,8 +31,6 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 MASTER = "master"
 """The fp32 copy of a weight, among the optimizer's own tensors."""
-CACHED_ELEMENTS = 2**18
-"""Converted and scaled while they are in the processor's cache."""
 
 
 class StateHome(Protocol):
@@ -361,24 +359,19 @@ class HostOptimizer:
         slot.filled, slot.norm = False, None
 
     def _scaled_piece(self, number: int, start: int, stop: int) -> Tensor:
-        """Factor x gradient in fp32, until the next one."""
+        """Factor x gradient in fp32."""
         gradient = self._gradients.piece(number, start, stop)
-        factor = 1.0 if self._factor is None else self._factor.item()
-        if gradient.dtype == torch.float32:
-            return gradient if factor == 1 else gradient.mul_(factor)
-        scaled = self._scratch_of(gradient.numel())
-        for first in range(0, gradient.numel(), CACHED_ELEMENTS):
-            piece = slice(first, first + CACHED_ELEMENTS)
-            scaled[piece].copy_(gradient[piece])
-            if factor != 1:
-                scaled[piece].mul_(factor)
-        return scaled
+        if gradient.dtype != torch.float32:
+            gradient = self._converted(gradient)
+        if self._factor is not None and self._factor.item() != 1:
+            gradient.mul_(self._factor)
+        return gradient
 
-    def _scratch_of(self, n_elements: int) -> Tensor:
-        """New memory for each gradient would take the host longer to map than to fill."""
-        if self._scratch.numel() < n_elements:
-            self._scratch = torch.empty(n_elements, device="cpu")
-        return self._scratch[:n_elements]
+    def _converted(self, gradient: Tensor) -> Tensor:
+        """In fp32, until the next one. New memory for each would take the host longer to map than to fill."""
+        if self._scratch.numel() < gradient.numel():
+            self._scratch = torch.empty(gradient.numel(), device="cpu")
+        return self._scratch[: gradient.numel()].copy_(gradient)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         self.settle()
