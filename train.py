@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import traceback
 from importlib.metadata import version
 from itertools import islice
@@ -129,11 +130,18 @@ def is_of_composition(error: Exception) -> bool:
     return frame.f_globals["__name__"].split(".")[0] in ("hydra", "omegaconf", "yaml")
 
 
+def leave_to_who_waits(thrown: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises what a full disk raised again in the one that records."""
+    if not issubclass(thrown.exc_type, OSError):
+        threading.__excepthook__(thrown)
+
+
 def main() -> int:
     sys.argv[1:] = flags_first(sys.argv[1:])
     argparse.ArgumentParser.error = refuse_flags  # type: ignore[method-assign, assignment]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own report
     logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
+    threading.excepthook = leave_to_who_waits
     try:
         job()
     except Exception as error:  # a task's own errors end in the task

@@ -193,6 +193,14 @@ def test_a_disk_that_fills_up(run: Run, tmp_path: Path) -> None:
         assert_goes_on(begun, run, disk)
 
 
+def test_a_disk_that_fills_up_with_records(run: Run, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk, "600k"):
+        finished = run(*TINY, "name=logged", "steps=100000", "save_every=0", outputs=disk)
+        assert_not_saved(finished, the_run(disk, "logged"), "No space left on device")
+        assert not list(disk.rglob("*.tmp"))
+
+
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Permissions do not bind root."""
