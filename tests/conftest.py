@@ -28,6 +28,11 @@ CONF = ROOT / "conf"
 torch.set_num_threads(1)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 def compose_config(*overrides: str) -> Config:
     """The checked config of `python train.py <overrides>`."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):

@@ -11,10 +11,7 @@ from memtrain.engine.build import build_dimensions
 from memtrain.planner.child import PlannerProcess
 from memtrain.planner.predict import N_STEPS, make_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SHAPE = (
     "data=random",
     "data.vocab_size=32000",
