@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ def complete(run_folder: Path) -> list[Path]:
     """The whole checkpoints of a run, by step; temporary and damaged ones are none."""
     listed = named(run_folder)
     whole = sorted((path for path in listed if is_complete(path)), key=step_of)
-    if whole or all(path.exists() for path in listed):
-        return whole
-    return complete(run_folder)  # a living run has put another in their place
+    if not whole and set(listed) != set(named(run_folder)):
+        return complete(run_folder)  # a living run has put another in their place
+    return whole
 
 
 def damaged(run_folder: Path) -> list[Path]:
@@ -111,12 +111,18 @@ def is_checkpoint(path: Path) -> bool:
 
 def last_trained(runs_of_name: Path) -> Path | None:
     """The run that trained last, whether it has saved anything or not."""
-    trained = {}
-    for folder in runs_of_name.glob("*"):
-        marks = [path for path in (folder / METRICS, newest(folder)) if path and path.exists()]
-        if marks:
-            trained[folder] = max(path.stat().st_mtime for path in marks)
-    return max(trained, key=lambda folder: trained[folder], default=None)
+    trained = {folder: trained_at_s(folder) for folder in runs_of_name.glob("*")}
+    last = max(trained, key=lambda folder: trained[folder], default=None)
+    return last if last and trained[last] else None
+
+
+def trained_at_s(run_folder: Path) -> float:
+    """When it last wrote a record or a checkpoint; 0: never."""
+    found = 0.0
+    for path in (run_folder / METRICS, newest(run_folder)):
+        with suppress(OSError):
+            found = max(found, path.stat().st_mtime if path else 0.0)
+    return found
 
 
 def write_text(path: Path, text: str) -> None:

@@ -103,6 +103,8 @@ def write_tokens(
             digest.update(content)
             file.write(content)
             count += len(tokens)
+        file.flush()
+        modified_ns = os.fstat(file.fileno()).st_mtime_ns
     sidecar = {
         "version": FORMAT_VERSION,
         "dtype": dtype,
@@ -111,7 +113,7 @@ def write_tokens(
         "tokenizer_hash": tokenizer_hash,
         "source_hash": source_hash,
         "content_hash": digest.hexdigest(),
-        "modified_ns": data_path.stat().st_mtime_ns,
+        "modified_ns": modified_ns,
     }
     with replacing(sidecar_path) as file:
         file.write(json.dumps(sidecar, indent=1).encode())

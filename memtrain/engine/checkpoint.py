@@ -214,10 +214,12 @@ class Checkpoints:
             snapshot.copy()
             self._write(temporary, contents, snapshot, state)
             final = self.folder / step_name(contents.step)
+            before = set_aside(final)
             if final.exists():  # a damaged one, or the same step, saved again
-                remove(final)
+                final.rename(before)
             temporary.rename(final)
             sync_folder(self.folder)
+            shutil.rmtree(before, ignore_errors=True)
             self._remove_old()
         except Exception as error:  # `wait` tells it
             self._error = error
@@ -259,10 +261,15 @@ class Checkpoints:
 
 def remove(checkpoint: Path) -> None:
     """Takes its name away first, so that half of it is never taken for all of it."""
+    doomed = checkpoint.rename(set_aside(checkpoint))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """The name of what is about to be removed; nothing has it."""
     doomed = checkpoint.with_name(".old")
     shutil.rmtree(doomed, ignore_errors=True)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

@@ -52,13 +52,12 @@ def train(
     `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
     after the one in which `stop` became true. A validation that `stop` fell into is made again by who goes on.
     """
-    progress, clock = progress or Progress(), Clock()
+    progress = progress or Progress()
     if evaluate and (record := progress.pending):
         if not validate(record, progress, evaluate, stop):
             return progress
         observe(record)
-        if save:
-            save(progress, record["val_loss"])
+    clock = Clock()
     reset_peaks(step.device)
     for window in take(windows, steps - progress.steps):
         learning_rate = set_learning_rate(step, schedule(progress.stepped))

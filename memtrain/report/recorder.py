@@ -22,17 +22,17 @@ class Recorder:
         show: Callable[[dict[str, Any]], None],
         peak_flops: float,
         token_flops: int,
-        resumed_step: int = 0,
+        resumed_step: int | None = None,
     ) -> None:
         """`peak_flops` of the device for the compute type, 0 if not known; `token_flops` of the model.
 
         With `resumed_step` what an earlier process wrote of later steps is taken out: each step is there once.
         """
-        self.board = Board(folder, resumed_step + 1 if resumed_step else None)
+        self.board = Board(folder, None if resumed_step is None else resumed_step + 1)
         self.summary: dict[str, Any] = {}
         self._show, self._peak_flops, self._token_flops = show, peak_flops, token_flops
         self._seconds_s = self._tokens = 0.0
-        if resumed_step:
+        if resumed_step is not None:
             records = records_until(folder / METRICS, resumed_step)
             for record in records:
                 self._summarise(record)

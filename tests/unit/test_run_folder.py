@@ -52,3 +52,9 @@ def test_a_description_without_its_parts_is_none(tmp_path: Path) -> None:
     ):
         (wrong / META).write_text(content)
         assert complete(tmp_path) == [whole] and damaged(tmp_path) == [wrong]
+
+
+def test_a_name_that_leads_nowhere_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step_00000001").symlink_to(tmp_path / "absent")
+    assert newest(tmp_path) is None
