@@ -140,6 +140,7 @@ def main() -> int:
     sys.argv[1:] = flags_first(sys.argv[1:])
     argparse.ArgumentParser.error = refuse_flags  # type: ignore[method-assign, assignment]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own report
+    stop.outlive_readers()
     logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
     threading.excepthook = leave_to_who_waits
     try:
@@ -148,9 +149,6 @@ def main() -> int:
         if not isinstance(error, EXPECTED) and not is_of_composition(error):
             raise
         return refuse(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return errors.EXIT_INTERRUPTED
     return errors.EXIT_OK
 
 

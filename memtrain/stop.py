@@ -4,11 +4,14 @@ While it imports, nothing: `exit_on_signals`. While it prepares, a folder and a 
 trains, the run: StopRequest; the first asks it to end after this window, the second ends it at once.
 """
 
+import errno
+import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,11 +33,17 @@ def exit_code(number: int) -> int:
     return 128 + (signal.SIGTERM if number == ASK else number)
 
 
+def shout(text: str) -> None:
+    """From a handler, which may have interrupted a print."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
 def exit_on_signals() -> None:
     """At once: an exception in the midst of an import may be swallowed, or leave half of a module."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        os.write(sys.stderr.fileno(), b"interrupted\n")
+        shout("interrupted")
         os._exit(exit_code(number))
 
     for number in heard():
@@ -42,14 +51,37 @@ def exit_on_signals() -> None:
 
 
 def raise_on_signals() -> None:
-    """KeyboardInterrupt or SystemExit, for whoever has something to put away."""
+    """SystemExit, for whoever has something to put away."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(ASK, signal.SIG_IGN)
         sys.exit(exit_code(number))
 
     for number in heard():
         signal.signal(number, end)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Lasting(io.FileIO):
+    """Takes what is written after the terminal, or who reads the pipe, is gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Nobody left to read stdout or stderr is no reason to end a run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+        lasting = io.TextIOWrapper(
+            buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering
+        )
+        setattr(sys, name, lasting)
 
 
 class StopRequest:
@@ -75,6 +107,8 @@ class StopRequest:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.requested and self._before:
+            signal.signal(ASK, signal.SIG_IGN)  # what is put away now was asked for already
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._heard and number != ASK:
@@ -84,12 +118,9 @@ class StopRequest:
         if not self.requested:
             self.requested = number
             self._pass_on(ASK)
-            # os.write: the handler may have interrupted a print.
-            os.write(sys.stderr.fileno(), f"\n{self._notice}; once more: at once\n".encode())
+            shout(f"\n{self._notice}; once more: at once")
 
-    def raise_if_requested(self, where: str) -> None:
-        """Raises Stopped with the exit code of the signal."""
+    def raise_if_requested(self, what: str) -> None:
+        """Raises Stopped, which says `what`, with the exit code of the signal."""
         if self.requested:
-            raise Stopped(
-                exit_code(self.requested), f"stopped, saved at {where}; go on with resume=latest"
-            )
+            raise Stopped(exit_code(self.requested), what)

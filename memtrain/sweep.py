@@ -2,25 +2,25 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import read_write
 
-from memtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Stopped, UserError
+from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError
 from memtrain.run_folder import LOCK, SUMMARY, locked, newest, write_text
 from memtrain.stop import ASK, StopRequest, exit_code
 
 OVERRIDES = "overrides.json"
 """In a sweep's folder: what was typed, and so which jobs it has. In a job's: its own."""
 LOG = "stderr.log"
+STOPPED = "stopped; go on with sweep.resume=true"
 _OF_THE_SWEEP = (
     "hydra.mode",
     "hydra.run.",
@@ -37,6 +37,8 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
     With `resume` a job that is done is not run again, and one that has a checkpoint goes on from it, however it ended.
     Raises Stopped where a signal has ended it, UserError if it still runs or was begun with other overrides.
     """
+    if stop.requested:
+        raise Stopped(exit_code(stop.requested), STOPPED)
     folder = Path(settings.runtime.output_dir)
     overrides = of_the_job(settings.overrides.task)
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
@@ -55,12 +57,12 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
         write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
     arguments = job_arguments(settings, folder) + ([f"resume={quoted(folder)}"] if goes_on else [])
     command = [sys.executable, str(script), *arguments]
-    code, signal_number = run_process(command, settings.runtime.cwd, folder / LOG)
+    code = run_process(command, settings.runtime.cwd, folder / LOG)
     summary = read_summary(folder)
     if summary is None:
-        status = "interrupted" if signal_number else "failed"
+        status = "interrupted" if stop.requested else "failed"
         summary = {"status": status, "error": last_words(folder / LOG, code)}
-    if code and summary["status"] == "ok":
+    if code and summary["status"] == "ok" and not stop.requested:
         summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
     summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
     metric = leave_summary(folder, summary)
@@ -69,9 +71,8 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
             f"job {settings.job.num} {summary['status']}: see {folder}/{LOG} and train.log",
             flush=True,
         )
-    if signal_number or code == EXIT_INTERRUPTED:
-        code = exit_code(signal_number or signal.SIGINT)
-        raise Stopped(code, "stopped; go on with sweep.resume=true")
+    if stop.requested:
+        raise Stopped(exit_code(stop.requested), STOPPED)
     return metric
 
 
@@ -130,33 +131,42 @@ def quoted(folder: Path) -> str:
     return f'"{text}"'
 
 
-def run_process(command: list[str], cwd: str, log: Path) -> tuple[int, int]:
-    """The exit code, and the signal that came meanwhile, if any; `log` keeps what the job said to stderr.
+_job: "subprocess.Popen[bytes] | None" = None
 
-    The first signal lets the job save and end. It is out of reach of the terminal: what reaches it comes from here.
+
+def tell_job(number: int) -> None:
+    if _job:
+        _job.send_signal(number)
+
+
+stop = StopRequest("this job is the last one", tell_job)
+"""Entered for a whole sweep; the first signal lets the job that runs save and end."""
+
+
+def run_process(command: list[str], cwd: str, log: Path) -> int:
+    """The exit code; `log` keeps what the job said to stderr.
+
+    It is out of reach of the terminal: signals come from here.
     """
-    process: subprocess.Popen[bytes] | None = None
-
-    def pass_on(number: int) -> None:
-        if process:
-            process.send_signal(number)
-
-    with StopRequest("this job is the last one", pass_on) as stop:
-        process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, start_new_session=True)
-        try:
-            if stop.requested:  # before there was a process to hear of it
-                process.send_signal(ASK)
-            assert process.stderr
-            for line in process.stderr:
-                sys.stderr.buffer.write(line)
-                sys.stderr.flush()
-                with log.open("ab") as file:
-                    file.write(line)
-            return process.wait(), stop.requested
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+    global _job
+    _job = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, start_new_session=True)
+    assert _job.stderr
+    try:
+        if stop.requested:  # before there was a process to hear of it
+            tell_job(ASK)
+        for line in _job.stderr:
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+            with log.open("ab") as file:
+                file.write(line)
+        return _job.wait()
+    except BaseException:
+        _job.stderr.close()  # a job that nobody reads shall not wait for it
+        _job.terminate()
+        _job.wait()
+        raise
+    finally:
+        _job = None
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -173,8 +183,12 @@ class SweepTable(Callback):  # type: ignore[misc]
     The exit code is 1 if a job failed, 128 + the signal's number if one ended the sweep.
     """
 
+    _is_sweep = False
+
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self._started_s = time.time()
+        self._is_sweep = True
+        stop.__enter__()
         self._locked = ExitStack()
         overrides = of_the_job(config.hydra.overrides.task)
         try:
@@ -189,11 +203,14 @@ class SweepTable(Callback):  # type: ignore[misc]
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         error = job_return._return_value
-        if isinstance(error, (Stopped, UserError, OSError)):
-            try:
-                self._report(config)
-            finally:  # Hydra goes on after what a callback raises, but not after this
-                sys.exit(self._told(error))
+        if self._is_sweep and isinstance(error, (Stopped, UserError, OSError)):
+            self._end(config, error)
+
+    def _end(self, config: Any, error: Exception) -> NoReturn:
+        try:
+            self._report(config)
+        finally:  # Hydra goes on after what a callback raises, but not after this
+            sys.exit(self._told(error))
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         if self._report(config):
@@ -220,7 +237,8 @@ class SweepTable(Callback):  # type: ignore[misc]
 
 def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:
     """`fresh` if it holds a sweep of these overrides, else the newest beside it that does. Raises UserError."""
-    files = [fresh / OVERRIDES] if fresh.exists() else list(fresh.parent.glob(f"*/{OVERRIDES}"))
+    folders = [fresh] if fresh.exists() else fresh.parent.glob("*")
+    files = [path for folder in folders if (path := folder / OVERRIDES).exists()]
     same = [file for file in files if json.loads(file.read_text(encoding="utf-8")) == overrides]
     if not same:
         raise UserError(

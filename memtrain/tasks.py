@@ -242,7 +242,7 @@ def train_model(
 
     with (
         console.Progress(config.steps, first_step=progress.steps) as bar,
-        Recorder(place.folder, bar.update, *flops, recorded_steps(progress)) as recorder,
+        Recorder(place.folder, bar.update, *flops, recorded_steps(config, progress)) as recorder,
     ):
         with checkpoints, StopRequest("stopping after this window, then saving") as stop:
             train_loop(
@@ -261,10 +261,13 @@ def train_model(
                 max_skipped=config.optimizer.max_skipped,
             )
             checkpoints.wait()
-            if not stop.requested:
-                step.settle()
-                save_weights(model, place.folder)
-        stop.raise_if_requested(f"step {progress.steps}")
+            if progress.pending or progress.steps < config.steps:
+                stop.raise_if_requested(
+                    f"stopped, saved at step {progress.steps}; go on with resume=latest"
+                )
+            step.settle()
+            save_weights(model, place.folder)
+        stop.raise_if_requested(f"stopped after the last step; the weights are in {place.folder}")
         summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
         summary |= what_was_learned(config, model, data, place)
@@ -332,9 +335,9 @@ def unsaved_run(folder: Path) -> Path:
     return last if last and newest(last) is None else folder
 
 
-def recorded_steps(progress: Progress) -> int:
-    """How far the records of a run go that goes on; one that is pending may be there, and is made again."""
-    return progress.steps - bool(progress.pending)
+def recorded_steps(config: Config, progress: Progress) -> int | None:
+    """How far the records go of a run that goes on; one that is pending may be there, and is made again."""
+    return progress.steps - bool(progress.pending) if config.resume else None
 
 
 def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:

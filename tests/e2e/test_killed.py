@@ -1,18 +1,31 @@
 """However a run ends, it goes on from its last whole checkpoint and becomes the run that nothing ever ended."""
 
+import fcntl
 import os
+import pty
 import random
 import resource
 import shutil
 import signal
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from command import Finished, Run, Start, Started
+from command import (
+    ENVIRONMENT,
+    ROOT,
+    Finished,
+    Run,
+    Start,
+    Started,
+    hear_signals,
+    processes_with,
+)
 from same_run import assert_same_run, checkpoints, curve, files, records, summary, the_run
 
 TINY = ["debug=tiny", "device=cpu", "schedule=constant", "model.dropout=0.1", "model.n_layers=2"]
@@ -271,6 +284,29 @@ def test_a_signal_ends_a_run_that_goes_on(
         for name in ("stopped", "straight")
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
+def test_a_lost_terminal_loses_nothing(sweep: bool, tmp_path: Path) -> None:
+    """What is written to it fails from then on."""
+    ours, theirs = pty.openpty()
+    words = [*TINY, "steps=100000", "save_every=0", "plan=off", "name=lost"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words, *(["-m", "seed=1,2"] if sweep else [])],
+        env=ENVIRONMENT | {"MEMTRAIN_OUTPUTS": str(tmp_path)},
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), hear_signals()),
+    )  # fmt: skip
+    os.close(theirs)
+    while not any(len(path.read_text()) > 5000 for path in tmp_path.rglob("metrics.jsonl")):
+        os.read(ours, 2**16)
+    os.close(ours)
+    assert process.wait(STOP_WITHIN_S) == 129
+    (folder,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    assert summary(folder)["status"] == "interrupted"
+    assert len(whole_ones(folder)) == 1
+    assert not sweep or list(tmp_path.rglob("sweep.csv"))
+    assert not processes_with(str(folder))
 
 
 def test_a_signal_ends_a_validation_that_takes_long(start: Start, run: Run, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_one_signal_ends_a_sweep_and_it_goes_on(
     number: signal.Signals, code: int, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """What is done is kept, the interrupted job goes on from where it was, the last one begins."""
-    started = start(*JOBS, "steps=150", outputs=tmp_path)
+    started = start(*JOBS, "steps=400", outputs=tmp_path)
     started.wait_for_line("job 1:")
     started.wait_for_line("step 20/")
     os.kill(started.process.pid, number)
@@ -146,19 +146,19 @@ def test_one_signal_ends_a_sweep_and_it_goes_on(
     stopped_at = read_metrics(folder / "1")[-1]["step"]
     first, metrics = read_summaries(folder)[0], (folder / "0/metrics.jsonl").read_bytes()
 
-    resumed = run(*JOBS, "steps=150", "sweep.resume=true", outputs=tmp_path)
+    resumed = run(*JOBS, "steps=400", "sweep.resume=true", outputs=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert the_sweep(tmp_path) == folder
-    assert f"step {stopped_at} of 150" in resumed.stdout
+    assert f"step {stopped_at} of 400" in resumed.stdout
     rows = read_rows(folder)
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert [row["kept"] for row in rows] == ["True", "", ""]
     assert read_summaries(folder)[0] == first | {"kept": True}
     assert (folder / "0/metrics.jsonl").read_bytes() == metrics
     assert [[record["step"] for record in read_metrics(folder / job)] for job in "012"] == [
-        list(range(1, 151))
+        list(range(1, 401))
     ] * 3
-    alone = run(*JOBS[1:2], *JOBS[4:], "seed=1", "steps=150")
+    alone = run(*JOBS[1:2], *JOBS[4:], "seed=1", "steps=400")
     losses = [[r["loss"] for r in read_metrics(path)] for path in (folder / "1", alone.folder)]
     assert losses[0] == losses[1]
 
@@ -197,6 +197,23 @@ def test_a_signal_as_a_job_begins_leaves_none(start: Start, tmp_path: Path) -> N
         assert not processes_with(str(outputs))
 
 
+def test_a_signal_between_two_jobs_ends_a_sweep(start: Start, tmp_path: Path) -> None:
+    """With the table of those that are done."""
+    for attempt in range(2):
+        outputs = tmp_path / str(attempt)
+        started = start(*JOBS, "steps=1", outputs=outputs)
+        started.wait_for_line("run folder")
+        while not list(outputs.glob("sweeps/seeds/*/0/summary.json")):
+            time.sleep(0.001)
+        time.sleep(0.1 * attempt)
+        os.kill(started.process.pid, signal.SIGTERM)
+        finished = started.finish(20)
+        assert finished.returncode == 143
+        assert "sweep.resume=true" in finished.stderr
+        rows = read_rows(the_sweep(outputs))
+        assert rows and rows[0]["status"] == "ok" and len(rows) < 3
+
+
 def test_a_signal_to_all_processes_asks_a_job_once(start: Start, tmp_path: Path) -> None:
     """As systemd and batch systems send it: the job hears it twice, and saves all the same."""
     started = start(*JOBS, "steps=100000", "save_every=0", outputs=tmp_path)
@@ -222,6 +239,9 @@ def test_a_job_that_outlived_its_sweep_is_not_run_twice(
     refused = run(*JOBS, "steps=100000", "sweep.resume=true", outputs=tmp_path)
     os.kill(job, signal.SIGTERM)
     started.finish()
+    while processes_with(str(folder)):
+        time.sleep(0.05)
+    assert read_summaries(folder)[0]["status"] == "interrupted"
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith(
         f"error: {folder}/0: process {job} is writing"
