@@ -4,7 +4,6 @@ While it imports, nothing: `exit_on_signals`. While it prepares, a folder and a 
 trains, the run: StopRequest; the first asks it to end after this window, the second ends it at once.
 """
 
-import errno
 import io
 import os
 import signal
@@ -62,24 +61,25 @@ def raise_on_signals() -> None:
 
 
 class _Lasting(io.FileIO):
-    """Takes what is written after the terminal, or who reads the pipe, is gone."""
+    """Takes what is written after the terminal, or who reads the pipe, is gone, or the disk of the log is full."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
-                raise
+        except OSError:
             return memoryview(data).nbytes
 
 
 def outlive_readers() -> None:
-    """Nobody left to read stdout or stderr is no reason to end a run."""
+    """Nobody left to read stdout and stderr is no reason to end a run."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+        stream = getattr(sys, name)  # None: closed from the beginning
+        fd = os.open(os.devnull, os.O_WRONLY) if stream is None else stream.fileno()
         lasting = io.TextIOWrapper(
-            buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering
+            io.BufferedWriter(_Lasting(fd, "w", closefd=False)),
+            getattr(stream, "encoding", "utf-8"),
+            getattr(stream, "errors", "replace"),
+            line_buffering=getattr(stream, "line_buffering", True),
         )
         setattr(sys, name, lasting)
 

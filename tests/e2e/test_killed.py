@@ -309,6 +309,18 @@ def test_a_lost_terminal_loses_nothing(sweep: bool, tmp_path: Path) -> None:
     assert not processes_with(str(folder))
 
 
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full 2>&1", "| head -1"])
+def test_whoever_reads_what_it_says_may_be_gone(redirection: str, tmp_path: Path) -> None:
+    script = f"{sys.executable} {ROOT}/train.py {' '.join(TINY)} steps=300 plan=off name=unread"
+    subprocess.run(
+        ["bash", "-c", f"{script} {redirection}"],
+        env=ENVIRONMENT | {"MEMTRAIN_OUTPUTS": str(tmp_path)},
+        stdout=subprocess.DEVNULL, check=True, timeout=60,
+    )  # fmt: skip
+    found = summary(the_run(tmp_path, "unread"))
+    assert (found["status"], found["steps"]) == ("ok", 300)
+
+
 def test_a_signal_ends_a_validation_that_takes_long(start: Start, run: Run, tmp_path: Path) -> None:
     """It is made again by who goes on: nothing is missing then, and nothing is there twice."""
     few, many = "eval_sequences=4", "eval_sequences=1000000"  # these take minutes
