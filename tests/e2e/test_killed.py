@@ -60,8 +60,8 @@ LONG_SAVES = [
 LONG_SAVES += ["model.dim=192", "save_every=1", "offload=optimizer_nvme"]
 """Two million weights, saved after every step: most of the time something is being written."""
 LIVES_UP_TO_S = 1.0
-N_KILLS = int(os.environ.get("KILLS", "20"))
-"""Of the slow test; KILLS=50 takes some minutes."""
+N_KILLS = int(os.environ.get("KILLS", "50"))
+"""Of the slow test, which takes some minutes."""
 
 
 def kill_at_random(started: Started, moment: random.Random) -> bool:
@@ -273,7 +273,7 @@ def test_a_signal_ends_a_run_that_goes_on(
     assert whole_ones(stopped) == checkpoints(stopped)
     (step,) = (int(name.removeprefix("step_")) for name in checkpoints(stopped))
     recorded = records(stopped)[-1]["step"]
-    assert recorded in (step, step - 1)  # it may be pending
+    assert recorded == step or (recorded == step - 1 and step % 3 == 0)  # its validation is pending
     assert summary(stopped)["status"] == "interrupted" and f"step {step}" in finished.stderr
     assert [point for point, _ in curve(stopped, "train/loss")] == [*range(1, recorded + 1)]
     ok(run(*base, f"steps={step + 3}", "name=stopped", "resume=latest", outputs=tmp_path))
