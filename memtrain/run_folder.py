@@ -64,8 +64,9 @@ def is_complete(checkpoint: Path) -> bool:
     """Whether every file is there, and as long as it was written."""
     try:
         meta = read_meta(checkpoint)
-        sizes_bytes, _ = meta["sizes_bytes"], meta["val_loss"]
-        return all((checkpoint / name).stat().st_size == sizes_bytes[name] for name in FILES)
+        sizes_bytes = meta["sizes_bytes"]
+        as_written = ((checkpoint / name).stat().st_size == sizes_bytes[name] for name in FILES)
+        return "val_loss" in meta and all(as_written)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import read_write
 
 from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError
@@ -183,27 +184,25 @@ class SweepTable(Callback):  # type: ignore[misc]
     The exit code is 1 if a job failed, 128 + the signal's number if one ended the sweep.
     """
 
-    _is_sweep = False
-
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self._started_s = time.time()
-        self._is_sweep = True
-        stop.__enter__()
-        self._locked = ExitStack()
+        self._held = ExitStack()  # to the end of the process
+        self._held.enter_context(stop)
         overrides = of_the_job(config.hydra.overrides.task)
         try:
             if config.sweep.resume:
                 use_folder(config, earlier_sweep(Path(config.hydra.sweep.dir), overrides))
             folder = Path(config.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
-            self._locked.enter_context(locked(folder))
+            self._held.enter_context(locked(folder))
             write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
         except (UserError, OSError) as error:
             sys.exit(self._told(error))
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         error = job_return._return_value
-        if self._is_sweep and isinstance(error, (Stopped, UserError, OSError)):
+        is_sweep = config.hydra.mode == RunMode.MULTIRUN
+        if is_sweep and isinstance(error, (Stopped, UserError, OSError)):
             self._end(config, error)
 
     def _end(self, config: Any, error: Exception) -> NoReturn:

@@ -244,7 +244,11 @@ def train_model(
         console.Progress(config.steps, first_step=progress.steps) as bar,
         Recorder(place.folder, bar.update, *flops, recorded_steps(config, progress)) as recorder,
     ):
-        with checkpoints, StopRequest("stopping after this window, then saving") as stop:
+        with checkpoints, StopRequest("stopping after this window, then saving") as request:
+
+            def stop() -> bool:
+                return bool(request.requested)
+
             train_loop(
                 step,
                 loader,
@@ -253,8 +257,8 @@ def train_model(
                 progress=progress,
                 save=save,
                 save_every=config.save_every,
-                stop=lambda: bool(stop.requested),
-                evaluate=evaluation(config, step, data, lambda: bool(stop.requested)),
+                stop=stop,
+                evaluate=evaluation(config, step, data, stop),
                 observe=recorder,
                 log_every=config.log_every,
                 eval_every=config.eval_every,
@@ -262,12 +266,14 @@ def train_model(
             )
             checkpoints.wait()
             if progress.pending or progress.steps < config.steps:
-                stop.raise_if_requested(
+                request.raise_if_requested(
                     f"stopped, saved at step {progress.steps}; go on with resume=latest"
                 )
             step.settle()
             save_weights(model, place.folder)
-        stop.raise_if_requested(f"stopped after the last step; the weights are in {place.folder}")
+        request.raise_if_requested(
+            f"stopped after the last step; the weights are in {place.folder}"
+        )
         summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
         summary |= what_was_learned(config, model, data, place)

@@ -38,10 +38,7 @@ def test_minus_one_in_a_file_is_no_token(run: Run, tmp_path: Path) -> None:
     ids[77] = -1
     (tmp_path / "t.bin").write_bytes(ids.tobytes())
     sidecar = {"version": 1, "dtype": "uint16", "count": 100, "vocab_size": 64}
-    sidecar |= {
-        "tokenizer_hash": "",
-        "source_hash": "",
-    }
+    sidecar |= {"tokenizer_hash": "", "source_hash": ""}
     (tmp_path / "t.json").write_text(json.dumps(sidecar), encoding="utf-8")
     finished = run("debug=tiny", "data=tokens", "data.path=t.bin", cwd=tmp_path)
     assert finished.returncode == 2
