@@ -2,7 +2,7 @@
 
     pip install -e '.[hf]'
     python benchmarks/published.py --rows published_peaks.csv
-    pip install --target old --no-deps transformers==4.48.1 peft==0.13.2      # the measured versions
+    pip install --target old transformers==4.48.1 && pip install --target old --no-deps peft==0.13.2   # as measured
     python benchmarks/published.py --rows published_peaks.csv --packages old
 
 A row is a transformers causal language model (`hf_config`, relative to the CSV) in one training step: loss inside the
@@ -104,8 +104,8 @@ def build(row: Row, folder: Path) -> nn.Module:
     """The model of a row on meta: adapters attached, checkpointing on, as it was measured."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        sys.exit("transformers is missing: pip install -e '.[hf]'")
+    except ImportError as error:
+        sys.exit(f"transformers cannot be imported ({error}): pip install -e '.[hf]'")
     config = AutoConfig.from_pretrained(folder / row["hf_config"])
     config.use_cache = False
     with torch.device("meta"):

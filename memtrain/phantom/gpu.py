@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -67,12 +68,8 @@ class _Phantom:
         stack.enter_context(_patched(nn.Module, "_apply", _apply))
         stack.enter_context(_patched(DataLoader, "_get_iterator", _in_process(DataLoader)))
         stack.enter_context(_patched(FakeTensor, "data", property(_get_data, _set_data)))
-        propagator = sys.modules.get("torch.distributed.tensor._sharding_prop")
-        if propagator is not None:
-            name = "_propagate_tensor_meta_non_cached"
-            owner = propagator.ShardingPropagator
-            if hasattr(owner, name):
-                stack.enter_context(_patched(owner, name, _quiet(meter, getattr(owner, name))))
+        meter.watch.on_new_root = _adapter_of_libraries(meter, stack.enter_context(ExitStack()))
+        meter.watch.on_new_root()
         # In the caller's thread: the engine has no queue for a device it did not know at its start.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(meter.fake)
@@ -246,6 +243,31 @@ def _in_process(loader_class: Any) -> Any:
     return run
 
 
+def _adapter_of_libraries(meter: Meter, stack: ExitStack) -> Callable[[], None]:
+    """Called again and again, patches each of these modules once, when it has been imported, until `stack` ends."""
+    waiting = dict(LIBRARIES)
+
+    def adapt() -> None:
+        for name in waiting.keys() & sys.modules.keys():
+            path, change = waiting.pop(name)
+            *owners, attribute = path.split(".")
+            owner = reduce(getattr, owners, sys.modules[name])
+            if hasattr(owner, attribute):
+                value = change(meter, getattr(owner, attribute))
+                stack.enter_context(_patched(owner, attribute, value))
+
+    return adapt
+
+
+def _one_sequence_a_row(meter: Meter, find_packed_sequence_indices: Any) -> Any:
+    """Positions have no data here in which a second sequence could be found.
+
+    transformers takes tensors without data for a graph that is traced, and would make a mask, which no flash kernel
+    takes, where a run makes none.
+    """
+    return lambda position_ids: None
+
+
 def _quiet(meter: Meter, function: Any) -> Any:
     """`function` without counting what it makes."""
 
@@ -258,6 +280,15 @@ def _quiet(meter: Meter, function: Any) -> Any:
 
     return run
 
+
+LIBRARIES = {
+    "torch.distributed.tensor._sharding_prop": (
+        "ShardingPropagator._propagate_tensor_meta_non_cached",
+        _quiet,
+    ),
+    "transformers.masking_utils": ("find_packed_sequence_indices", _one_sequence_a_row),
+}
+"""Code of others that does something else with tensors without data: module, function, and what stands for it."""
 
 HOOK_DICTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _tensor_data: Any = torch.Tensor.data

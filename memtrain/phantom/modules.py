@@ -32,6 +32,7 @@ class ModuleWatch:
     def __init__(self, mark: Mark, on_root: Callable[[], None]) -> None:
         self.mark = mark
         self.on_root = on_root
+        self.on_new_root: Callable[[], None] = lambda: None
         self.stack: list[tuple[nn.Module, str]] = []
         self.optimizers = 0
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -101,6 +102,7 @@ class ModuleWatch:
         for name, module in root.named_modules():
             self._paths[id(module)] = (weakref.ref(module), name or type(root).__name__)
         self._roots.append(weakref.ref(root))
+        self.on_new_root()
 
     def _mark_module(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():

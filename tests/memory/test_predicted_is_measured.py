@@ -4,12 +4,11 @@ Both sides run `engine.step` on the CPU, whose autocast rules and attention kern
 tensors, once for real under torch.profiler, which reports every allocation.
 """
 
-import gc
 import itertools
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from measured import real_peak_bytes
 
 from memtrain.engine.build import build_dimensions
 from memtrain.planner.predict import N_STEPS, make_step, predict_cpu
@@ -73,23 +72,10 @@ VARIANTS = [
 ]
 
 
-def measured_peak_bytes(config, dimensions) -> int:
-    """Largest sum of the profiler's allocation events over building and N_STEPS steps.
-
-    Without oneDNN, whose scratchpads depend on the processor's instruction set.
-    """
-    gc.collect()
-    with (
-        torch.backends.mkldnn.flags(enabled=False),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
-    ):
-        step, window = make_step(config, dimensions, torch.device("cpu"))
-        for _ in range(N_STEPS):
-            step(window())
-        del step
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
+def build_and_step(config, dimensions) -> None:
+    step, window = make_step(config, dimensions, torch.device("cpu"))
+    for _ in range(N_STEPS):
+        step(window())
 
 
 @pytest.mark.parametrize(
@@ -99,7 +85,8 @@ def test_peak(config, overrides):
     wanted = config(*BASE, *overrides)
     dimensions = build_dimensions(wanted, 500)
     predicted = predict_cpu(wanted, dimensions).report.peak_allocated_bytes
-    assert predicted == pytest.approx(measured_peak_bytes(wanted, dimensions), rel=0.005)
+    measured = real_peak_bytes(lambda: build_and_step(wanted, dimensions))
+    assert predicted == pytest.approx(measured, rel=0.005)
 
 
 def test_there_are_enough():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
+from measured import real_peak_bytes
 from phantom_models import LM, Step
-from torch.profiler import ProfilerActivity, profile
 
 from memtrain.phantom import PhantomCPU
 
@@ -27,31 +25,10 @@ CASES = {
 CPU = torch.device("cpu")
 
 
-def real_peak_bytes(step: Step) -> int:
-    """Largest sum of the profiler's allocation events over model, optimizer and two steps."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        model = LM()
-        step.run(model, CPU)
-        del model
-    total = peak = 0
-    for event in _memory_events(recorded):
-        total += event
-        peak = max(peak, total)
-    return peak
-
-
-def _memory_events(recorded: profile) -> list[int]:
-    events = recorded.profiler.kineto_results.events()
-    memory = [e for e in events if e.name() == "[memory]"]
-    memory.sort(key=lambda e: e.start_ns())
-    return [e.nbytes() for e in memory]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_peak_is_that_of_a_real_run(name: str) -> None:
     step = CASES[name]
     with PhantomCPU() as cpu:
         step.run(LM(), CPU)
-    predicted, measured = cpu.report().peak_allocated_bytes, real_peak_bytes(step)
-    assert predicted == pytest.approx(measured, rel=0.005)
+    predicted = cpu.report().peak_allocated_bytes
+    assert predicted == pytest.approx(real_peak_bytes(lambda: step.run(LM(), CPU)), rel=0.005)
