@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import errors, sweep
-from memtrain.config import folder_name
+from memtrain.config import folder_name, similar_keys
 from memtrain.planner.child import PlannerProcess
 from memtrain.run_folder import resumed_folder
 
@@ -66,7 +66,8 @@ def job(config: DictConfig) -> float | None:
     """One run here, or one job of a sweep in a process of its own. Returns the number a sweeper minimises."""
     settings = HydraConfig.get()
     if settings.mode == RunMode.MULTIRUN:
-        return sweep.run_job(Path(__file__).resolve(), settings, config.sweep.resume)
+        wanted = config.sweep
+        return sweep.run_job(Path(__file__).resolve(), settings, wanted.resume, wanted.metric)
     tree = plain_tree(config)
     plans = (tree.get("task"), tree.get("plan")) == ("train", "on")
     planner = PlannerProcess() if plans else None  # starts while torch is imported here
@@ -74,7 +75,9 @@ def job(config: DictConfig) -> float | None:
 
     stop.raise_on_signals()
     folder, base = Path(settings.runtime.output_dir), Path(settings.runtime.cwd)
-    return tasks.run(tree, tasks.Place(folder, base, list(settings.overrides.task), planner))
+    runs = OUTPUTS / "runs" / folder_name(tree["name"])
+    typed = list(settings.overrides.task)
+    return tasks.run(tree, tasks.Place(folder, base, typed, planner, runs))
 
 
 def plain_tree(config: DictConfig) -> dict[str, Any]:
@@ -98,15 +101,20 @@ def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def one_line(error: Exception) -> str:
     """A composition error without the lines that only make sense to Hydra's developers."""
     text = str(error)
+    if isinstance(error.__cause__, errors.UserError):  # of a resolver
+        return str(error.__cause__)
     if isinstance(error.__cause__, OSError):  # such as a log in a folder that cannot be written
         return f"{error.__cause__.filename}: {error.__cause__.strerror}"
     if text.startswith("Config group override must be"):
-        wrong = [word for word in sys.argv[1:] if re.fullmatch(r"\w+=(\d+|null)", word)]
+        typed = [word for word in sys.argv[1:] if re.fullmatch(r"\w+=(\d+|null)", word)]
+        wrong = [word for word in typed if (ROOT / "conf" / word.partition("=")[0]).is_dir()]
         return f"{' or '.join(wrong)}: a group takes the name of a choice; `--help` lists them"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read; quote the value, as in key='\"a=b\"'"
     if match := re.match(r"Could not override '([^']+)'", text):
-        return f"{match[1]}: unknown key or choice; `python train.py --help` lists them"
+        meant = similar_keys(match[1])
+        hint = f"did you mean {' or '.join(meant)}?" if meant else "conf/config.yaml has them all"
+        return f"{match[1]}: unknown key or choice; {hint}"
     if not text or not isinstance(error, EXPECTED):
         return f"command line or config file cannot be composed: {text or type(error).__name__}"
     return text.split("Config search path")[0]
@@ -118,6 +126,8 @@ def flags_first(words: list[str]) -> list[str]:
     overrides: list[str] = []
     rest = iter(words)
     for word in rest:
+        if word == "--":
+            continue
         (flags if word.startswith("-") else overrides).append(word)
         if word in TAKES_A_VALUE:
             flags += islice(rest, 1)

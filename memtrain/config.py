@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -340,6 +340,33 @@ class Config:
     generate: GenerateConfig
     numerics: NumericsConfig
     sweep: SweepConfig
+
+
+ELSEWHERE = {
+    "batch_size": "micro_batch",
+    "learning_rate": "optimizer.lr",
+    "gradient_accumulation_steps": "accum",
+    "gradient_checkpointing": "checkpoint_every",
+    "max_steps": "steps",
+}
+"""What other trainers call some of the keys."""
+
+
+def similar_keys(wrong: str) -> list[str]:
+    """Full names of the keys that `wrong` may mean."""
+    if wrong in ELSEWHERE:
+        return [ELSEWHERE[wrong]]
+    keys = list(_all_keys(Config, ""))
+    same_name = [key for key in keys if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
+    return same_name or difflib.get_close_matches(wrong, keys, n=2, cutoff=0.7)
+
+
+def _all_keys(cls: type[Any], path: str) -> Iterator[str]:
+    for name, hint in get_type_hints(cls).items():
+        if is_dataclass(hint):
+            yield from _all_keys(hint, f"{path}{name}.")  # type: ignore[arg-type]
+        else:
+            yield f"{path}{name}"
 
 
 # --- from a plain dict to the tree --------------------------------------------------------------------------------

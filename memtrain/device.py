@@ -1,7 +1,8 @@
 """The device a run uses, through torch's device modules: the CPU, CUDA and a phantom run the same lines."""
 
+import ctypes
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,15 @@ def host_memory_bytes(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def reset_host_peak() -> None:
+    """Let the peak count from here on: what malloc holds free is given back (malloc_trim(3)), `VmHWM` set (proc(5))."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
+    with suppress(OSError):  # where a container does not allow it
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def describe_device(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """Sweeps: every job is a fresh process, a failing job is a row, the table comes at the end."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,8 @@ _OF_THE_SWEEP = (
 )
 
 
-def run_job(script: Path, settings: Any, resume: bool) -> float:
-    """Run one job of a sweep (`settings` is Hydra's own config) and return its metric; NaN if it failed.
+def run_job(script: Path, settings: Any, resume: bool, metric_name: str) -> float:
+    """Run one job of a sweep (`settings` is Hydra's own config) and return its metric, the worst there is if it failed.
 
     With `resume` a job that is done is not run again, and one that has a checkpoint goes on from it, however it ended.
     Raises Stopped where a signal has ended it, UserError if it still runs or was begun with other overrides.
@@ -49,7 +50,9 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
             check_same(folder / OVERRIDES, overrides)
         if before and before["status"] == "ok":
             print(f"job {settings.job.num}: kept", flush=True)
-            return leave_summary(folder, before | {"kept": True, "job": settings.job.num})
+            return leave_summary(
+                folder, before | {"kept": True, "job": settings.job.num}, metric_name
+            )
         goes_on = resume and newest(folder) is not None  # what it has saved is kept
         if resume and not goes_on:
             clear(folder)
@@ -66,7 +69,7 @@ def run_job(script: Path, settings: Any, resume: bool) -> float:
     if code and summary["status"] == "ok" and not stop.requested:
         summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
     summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
-    metric = leave_summary(folder, summary)
+    metric = leave_summary(folder, summary, metric_name)
     if code:
         print(
             f"job {settings.job.num} {summary['status']}: see {folder}/{LOG} and train.log",
@@ -108,11 +111,12 @@ def last_words(log: Path, code: int) -> str:
     return errors[-1].removeprefix("error: ") if errors else f"ended without a summary ({how})"
 
 
-def leave_summary(folder: Path, summary: dict[str, Any]) -> float:
-    """The metric in it comes back."""
+def leave_summary(folder: Path, summary: dict[str, Any], metric_name: str) -> float:
+    """The metric in it comes back; without one an infinity, as sweepers end at a NaN."""
     write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     metric = summary.get("metric")
-    return float("nan") if summary["status"] != "ok" or metric is None else float(metric)
+    worst = -math.inf if metric_name == "tokens_per_second" else math.inf
+    return worst if summary["status"] != "ok" or metric is None else float(metric)
 
 
 def job_arguments(settings: Any, folder: Path) -> list[str]:
@@ -190,14 +194,19 @@ class SweepTable(Callback):  # type: ignore[misc]
         self._held.enter_context(stop)
         overrides = of_the_job(config.hydra.overrides.task)
         try:
-            if config.sweep.resume:
-                use_folder(config, earlier_sweep(Path(config.hydra.sweep.dir), overrides))
             folder = Path(config.hydra.sweep.dir)
+            if config.sweep.resume:
+                folder = earlier_sweep(folder, overrides)
+            use_folder(config, folder)
             folder.mkdir(parents=True, exist_ok=True)
             self._held.enter_context(locked(folder))
             write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
         except (UserError, OSError) as error:
             sys.exit(self._told(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For launchers that pickle what a job needs: it holds no lock."""
+        return {name: value for name, value in vars(self).items() if name != "_held"}
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         error = job_return._return_value
@@ -224,14 +233,14 @@ class SweepTable(Callback):  # type: ignore[misc]
         return error.code if isinstance(error, Stopped) else EXIT_REFUSED
 
     def _report(self, config: Any) -> bool:
-        """Whether a job failed."""
+        """Whether a job failed, or none is to be found."""
         folder = Path(config.hydra.sweep.dir)
         found = [path for path in folder.rglob(SUMMARY) if path.stat().st_mtime >= self._started_s]
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in found]
         summaries = [summary for summary in summaries if "job" in summary]  # else not of this sweep
         summaries.sort(key=lambda summary: summary["job"])
         report_sweep(folder, summaries)
-        return any(summary["status"] != "ok" for summary in summaries)
+        return not summaries or any(summary["status"] != "ok" for summary in summaries)
 
 
 def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:

@@ -23,7 +23,13 @@ from memtrain.data.loader import Windows
 from memtrain.data.packing import Packed
 from memtrain.data.store import unigram_entropy
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
-from memtrain.device import describe_device, free_host_bytes, host_memory_bytes, select_device
+from memtrain.device import (
+    describe_device,
+    free_host_bytes,
+    host_memory_bytes,
+    reset_host_peak,
+    select_device,
+)
 from memtrain.engine import build
 from memtrain.engine.checkpoint import (
     Checkpoints,
@@ -88,6 +94,8 @@ class Place:
     overrides: list[str] = field(default_factory=list)
     planner: PlannerProcess | None = None
     """Predicts a training run while it prepares; None: planning is off."""
+    runs: Path | None = None
+    """Where the runs of this name are; None: beside `folder`."""
 
 
 def run(tree: dict[str, Any], place: Place) -> float | None:
@@ -190,6 +198,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def train(config: Config, place: Place) -> dict[str, Any]:
     device = select_device(config.device)
+    if config.precision.tf32 and device.type == "cpu":
+        console.print_warning("precision.tf32=true has no effect on the CPU")
     build.prepare_torch(config)
     data = build.build_data(config, place.base, console.task_progress)
     dimensions = build.build_dimensions(config, data.vocab_size)
@@ -197,10 +207,11 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     config = resolve_budget(config, place, dimensions.vocab_size, device)
     found = plan_run(config, place, dimensions.vocab_size, device)
     try:
-        summary = predicted_figures(found)
-        chosen = asdict(config)
+        chosen, predicted = asdict(config), predicted_figures(found)
         with own_nvme_folder(config, place) as config:
-            summary |= train_model(config, chosen, place, device, data, dimensions, loader)
+            summary = train_model(
+                config, chosen, place, device, data, dimensions, loader, predicted
+            )
     except torch.OutOfMemoryError as error:
         explain_out_of_memory(config, place, dimensions.vocab_size, device, found, error)
         raise
@@ -218,8 +229,10 @@ def train_model(
     data: build.Data,
     dimensions: Dimensions,
     loader: Windows,
+    predicted: dict[str, Any],
 ) -> dict[str, Any]:
     """Build, train, save, sample; the summary's figures come back. `chosen` is the config that checkpoints keep."""
+    reset_host_peak()  # the run's own, not that of tokenizing
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
     if config_module.optimizer_home(config) == "nvme":
@@ -232,8 +245,9 @@ def train_model(
         data.tokenizer.save(place.folder / "tokenizer.json")
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
-    console.print_header(document_lines(data))
+    console.print_header(data_lines(data))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
+    predicted_bytes = predicted.get("predicted_peak_allocated_bytes")
     config_text = yaml.safe_dump(chosen, sort_keys=False)
 
     def save(progress: Progress, val_loss: float | None) -> None:
@@ -242,7 +256,9 @@ def train_model(
 
     with (
         console.Progress(config.steps, first_step=progress.steps) as bar,
-        Recorder(place.folder, bar.update, *flops, recorded_steps(config, progress)) as recorder,
+        Recorder(
+            place.folder, bar.update, *flops, recorded_steps(config, progress), predicted_bytes
+        ) as recorder,
     ):
         with checkpoints, StopRequest("stopping after this window, then saving") as request:
 
@@ -274,13 +290,14 @@ def train_model(
         request.raise_if_requested(
             f"stopped after the last step; the weights are in {place.folder}"
         )
-        summary = recorder.summary | {"parameters": n_parameters, "device": describe_device(device)}
+        summary = predicted | recorder.summary
+        summary |= {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
-        for line in document_lines(data):
-            recorder.board.text("documents", line)
+        for line in data_lines(data):
+            recorder.board.text("data", line)
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
     return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
 
@@ -429,10 +446,14 @@ def document_figures(packed: Packed) -> dict[str, float]:
     }
 
 
-def document_lines(data: build.Data) -> list[str]:
-    """How documents fill their rows; nothing to say of other data."""
-    if not isinstance(data.train, Packed):
+def data_lines(data: build.Data) -> list[str]:
+    """How much there is to learn from, and how documents fill their rows; random tokens never end."""
+    if data.train is None:
         return []
+    if not isinstance(data.train, Packed):
+        held_out = 0 if data.val is None or isinstance(data.val, Packed) else len(data.val)
+        counts = f"{format_count(len(data.train))} tokens · {format_count(held_out)} held out"
+        return [f"data       {counts} for validation"]
     packed = data.train
     apart = "kept apart" if packed.keep_apart else "one sees those before it in its row"
     return [
@@ -490,14 +511,22 @@ def sample(config: Config, model: Transformer, tokenizer: Tokenizer) -> str:
 
 
 def hyperparameters(config: Config, overrides: list[str]) -> dict[str, Any]:
-    """The four switches and what was typed, for TensorBoard's HPARAMS tab."""
-    typed = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    """The four switches and what was typed, numbers as numbers, for TensorBoard's HPARAMS tab."""
+    pairs = (text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    typed = {key: number_or_text(value) for key, value in pairs}
     return typed | {
         "precision": config.precision.name,
         "accum": config.accum,
         "checkpoint_every": config_module.segment_blocks(config),
         "offload": config.offload.mode,
     }
+
+
+def number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def metrics(summary: dict[str, Any]) -> dict[str, float | None]:
@@ -711,12 +740,13 @@ def run_folder_of(folder: Path) -> Path:
 def finished_run(config: Config, place: Place) -> Path:
     if config.generate.run:
         return config_module.resolve_path(config.generate.run, place.base)
-    weights = place.folder.parent.glob(f"*/{WEIGHTS}")
+    runs = place.runs or place.folder.parent
+    weights = runs.glob(f"*/{WEIGHTS}")
     with_text = (path for path in weights if (path.parent / "tokenizer.json").exists())
     found = sorted(with_text, key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError(
-            f"generate.run: no finished run in {place.folder.parent}; train one, or name a folder"
+            f"generate.run: no finished run in {runs}; name={config.name} says whose, or name a run's folder"
         )
     return found[-1].parent
 

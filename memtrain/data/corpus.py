@@ -62,9 +62,11 @@ def text_files(paths: list[str], base: Path, suffix: str = "") -> list[Path]:
 def split(files: list[Path], val_fraction: float) -> tuple[list[Path], list[Path]]:
     """(train, validation) files: evenly spread ones are held out, the same on every machine.
 
-    At least one file stays on each side. One file alone is all training: split its tokens instead.
+    Where that is less than one file, all are for training: split their tokens instead.
     """
-    held_out = set(evenly_spread(len(files), val_fraction))
+    check_fraction(val_fraction)
+    whole_files = len(files) * val_fraction >= 1
+    held_out = set(evenly_spread(len(files), val_fraction) if whole_files else [])
     train = [path for i, path in enumerate(files) if i not in held_out]
     return train, [files[i] for i in sorted(held_out)]
 

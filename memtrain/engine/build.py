@@ -106,7 +106,9 @@ def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
     if config.data.val_fraction == 0:
         data.val = None
     if isinstance(data.val, np.ndarray):
-        what = f"the validation text (data.val_fraction={config.data.val_fraction:g})"
+        what = (
+            f"the validation text (data.val_fraction={config.data.val_fraction:g}; 0 does without)"
+        )
         count_samples(data.val, config.seq_len, what)
     return data
 

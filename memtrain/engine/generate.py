@@ -35,5 +35,6 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     if top_k:
         threshold = logits.topk(min(top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+    # The largest is 0 then, whatever it is divided by.
+    probabilities = torch.softmax((logits - logits.max()).double() / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))

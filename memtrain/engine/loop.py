@@ -47,7 +47,7 @@ def train(
     max_skipped: int,
 ) -> Progress:
     """Train until `steps` windows have been, from `progress` on. Raises NotFiniteError after `max_skipped` skipped
-    steps in a row.
+    steps in a row, or if no step at all was finite.
 
     `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
     after the one in which `stop` became true. A validation that `stop` fell into is made again by who goes on.
@@ -85,9 +85,9 @@ def train(
                 f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "
                 "lower optimizer.lr, or use precision=bf16 or fp32"
             )
-    if progress.skipped_in_a_row:
+    if progress.skipped and not progress.stepped and progress.skipped_in_a_row:
         raise NotFiniteError(
-            f"the last {progress.skipped_in_a_row} of {progress.steps} steps were not finite and changed nothing; "
+            f"none of {progress.steps} steps was finite, so nothing was learned; "
             "lower optimizer.lr, or use precision=bf16 or fp32"
         )
     return progress

@@ -1,5 +1,6 @@
 """What a run says: a live bar on a terminal, plain lines in a file, one screen at the end."""
 
+import logging
 import math
 import sys
 import time
@@ -12,6 +13,9 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from memtrain.units import format_bytes, format_count, format_seconds, gib
+
+log = logging.getLogger("memtrain")
+"""What is said is kept in the run's train.log, too, with the time."""
 
 FIELDS: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:.3f}",
@@ -83,6 +87,7 @@ class Progress:
         if self.plain:
             say(f"step {step:.0f}/{self.total_steps} · {format_record(record)}")
         else:
+            log.info(f"step {step:.0f}/{self.total_steps} · {format_record(record)}")
             shown = format_record(record, LIVE_FIELDS)
             self.bar.update(self.task, completed=step, description=shown)
 
@@ -240,6 +245,8 @@ def printable(text: str) -> str:
 
 def say(text: str, style: str = "") -> None:
     """One line to stdout, never folded; characters the stream cannot encode become `?`."""
+    if text:
+        log.info(text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     encodable = text.encode(encoding, "replace").decode(encoding)
     Console(highlight=False).print(Text(encodable, style), soft_wrap=True)

@@ -23,14 +23,17 @@ class Recorder:
         peak_flops: float,
         token_flops: int,
         resumed_step: int | None = None,
+        predicted_peak_bytes: int | None = None,
     ) -> None:
         """`peak_flops` of the device for the compute type, 0 if not known; `token_flops` of the model.
+        `predicted_peak_bytes` of the device; None: not planned.
 
         With `resumed_step` what an earlier process wrote of later steps is taken out: each step is there once.
         """
         self.board = Board(folder, None if resumed_step is None else resumed_step + 1)
         self.summary: dict[str, Any] = {}
         self._show, self._peak_flops, self._token_flops = show, peak_flops, token_flops
+        self._predicted_bytes = predicted_peak_bytes
         self._seconds_s = self._tokens = 0.0
         if resumed_step is not None:
             records = records_until(folder / METRICS, resumed_step)
@@ -48,9 +51,10 @@ class Recorder:
 
     def __call__(self, record: dict[str, Any]) -> None:
         record = self._extend(record)
+        self._summarise(record)
+        record["run_tokens_per_second"] = self.summary["tokens_per_second"]
         self._metrics.write(json.dumps(finite(record)) + "\n")
         self.board.scalars({k: v for k, v in record.items() if k in TAGS}, record["step"])
-        self._summarise(record)
         self._show(record)
 
     def flush(self) -> None:
@@ -58,7 +62,7 @@ class Recorder:
         self.board.writer.flush()
 
     def _extend(self, record: dict[str, Any]) -> dict[str, Any]:
-        """With what follows from it: perplexity, utilisation, peaks of the run so far."""
+        """With what follows from it: perplexity, utilisation, peaks of the run so far, beside the predicted one."""
         record = dict(record)
         if "val_loss" in record:
             record["val_perplexity"] = perplexity(record["val_loss"])
@@ -67,6 +71,10 @@ class Recorder:
         for key in PEAKS:
             if key in record:
                 record[f"run_{key}"] = max(record[key], self.summary.get(key) or 0)
+        if self._predicted_bytes:
+            record["predicted_peak_allocated_bytes"] = self._predicted_bytes
+            if measured_bytes := record.get("run_peak_allocated_bytes"):
+                record["prediction_error_pct"] = 100 * (self._predicted_bytes / measured_bytes - 1)
         return record
 
     def _summarise(self, record: Mapping[str, Any]) -> None:
@@ -81,6 +89,8 @@ class Recorder:
         }
         for key in PEAKS:
             summary[key] = record.get(f"run_{key}")
+        if "prediction_error_pct" in record:
+            summary["prediction_error_pct"] = record["prediction_error_pct"]
         if record["step"] > 1:  # the first step pays for what is set up on first use
             self._seconds_s += record["interval_s"]
             self._tokens += record["tokens_per_second"] * record["interval_s"]

@@ -7,7 +7,14 @@ from command import TINY_TEXT, Run
 
 # Wrong by themselves; unit/test_config.py tries the rules of the config one by one.
 WRONG_COMMANDS = {
-    "an unknown key": (["steeps=3"], ["steeps"]),
+    "an unknown key": (["steeps=3"], ["steeps", "did you mean steps?"]),
+    "a key without its group": (["lr=0.1"], ["lr: unknown", "did you mean optimizer.lr?"]),
+    "a key by another trainer's name": (["batch_size=4"], ["did you mean micro_batch?"]),
+    "a number for a group, beside one that is not": (
+        ["accum=3", "offload=4"],
+        ["error: offload=4: a group takes"],
+    ),
+    "a name that is no folder": (["name=a b"], ["error: name=", "it names a folder"]),
     "an unknown choice": (["optimizer=adam"], ["optimizer", "adam"]),
     "a list without -m": (["optimizer.lr=1e-3,1e-4"], ["optimizer.lr", "-m"]),
     "a number for a group": (["accumulation=4"], ["accumulation"]),

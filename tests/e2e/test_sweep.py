@@ -51,6 +51,37 @@ def test_refused_jobs_are_rows_and_the_others_finish(half_refused: Finished) -> 
     assert (half_refused.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_jobs_of_several_names_share_a_folder_and_a_table(run: Run, tmp_path: Path) -> None:
+    finished = run("-m", "debug=tiny", "steps=1", "name=aa,bb", "accum=0", outputs=tmp_path)
+    assert finished.returncode == 1
+    (folder,) = (tmp_path / "sweeps").glob("*/*")
+    assert [row["status"] for row in read_rows(folder)] == ["refused", "refused"]
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_by_another_launcher(start: Start, tmp_path: Path) -> None:
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    finished = start(
+        "-m", *launcher, "debug=tiny", "steps=1", "accum=1,0", outputs=tmp_path
+    ).finish()
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+    (folder,) = (tmp_path / "sweeps").glob("*/*")
+    assert [row["status"] for row in read_rows(folder)] == ["ok", "refused"]
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_after_a_job_that_failed(start: Start, tmp_path: Path) -> None:
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1"]
+    finished = start(
+        "-m", *search, "hydra.sweeper.sampler.seed=1", "debug=tiny", "steps=1", "accum=choice(0,1)", outputs=tmp_path
+    ).finish()  # fmt: skip
+    assert finished.returncode == 1
+    (folder,) = (tmp_path / "sweeps").glob("*/*")
+    assert {row["status"] for row in read_rows(folder)} == {"ok", "refused"}
+    assert len(read_rows(folder)) == 4
+
+
 def test_a_refused_job_says_why_at_once_and_in_its_folder(half_refused: Finished) -> None:
     errors = [line for line in half_refused.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2 and "model.n_heads=3" in errors[0] and "model.n_heads=5" in errors[1]

@@ -96,7 +96,9 @@ def test_the_config_kept_is_resolved_and_the_log_is_there(text_run: Finished) ->
     assert config["data"]["path"] == "corpus.txt"
     assert config["tokenizer"]["kind"] == "bytes"
     assert "${" not in json.dumps(config)
-    assert (text_run.folder / "train.log").is_file()
+    log = (text_run.folder / "train.log").read_text(encoding="utf-8")
+    for said in ("switches   precision=fp32", "step 6/6 · loss", "peak memory"):
+        assert said in log
 
 
 def test_tensorboard_reads_each_step_once(text_run: Finished) -> None:
@@ -120,6 +122,32 @@ def test_the_weights_load(text_run: Finished) -> None:
     summary = read_summary(text_run.folder)
     assert sum(weight.size for weight in weights.values()) == summary["parameters"]
     assert not [name for name in weights if name.startswith(("module.", "_orig_mod."))]
+
+
+def test_generate_finds_the_newest_run_of_its_name(run: Run, tmp_path: Path, corpus: str) -> None:
+    """Wherever it writes itself."""
+    (tmp_path / "corpus.txt").write_text(corpus, encoding="utf-8")
+    text = [*TINY_TEXT, f"data.path={tmp_path}/corpus.txt", "name=mine", "steps=1"]
+    assert run(*text, outputs=tmp_path).returncode == 0
+    sampling = ["task=generate", "name=mine", "generate.tokens=4"]
+    swept = run("-m", *sampling, "generate.temperature=0.1,1e-300", outputs=tmp_path)
+    assert swept.returncode == 0, swept.stderr
+    elsewhere = run(*sampling, f"hydra.run.dir={tmp_path}/elsewhere", outputs=tmp_path)
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    other = run("task=generate", "name=other", outputs=tmp_path)
+    assert other.returncode == 2
+    assert "no finished run in" in other.stderr
+
+
+def test_defaults_of_ones_own(run: Run, tmp_path: Path) -> None:
+    """conf/local/default.yaml, here beside conf/."""
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/default.yaml").write_text(
+        "steps: 2\noptimizer:\n  lr: 0.5\n", encoding="utf-8"
+    )
+    finished = run("--config-dir", str(tmp_path), "debug=tiny", "device=cpu")
+    assert finished.returncode == 0, finished.stderr
+    assert read_summary(finished.folder)["steps"] == 2
 
 
 def test_generate_continues_with_that_run(text_run: Finished, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Predictions of transformers' models against peaks that others measured on an A100, where their figures are at hand."""
+"""Predictions for transformers' models against peaks that others measured on an A100 and published."""
 
 import csv
 import importlib

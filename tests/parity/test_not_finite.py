@@ -104,6 +104,29 @@ def test_too_many_in_a_row_stop_the_run(tiny, bench):
         )  # fmt: skip
 
 
+def trained(bench, step, config, steps):
+    return train(
+        step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config), steps,
+        evaluate=None, observe=lambda record: None, log_every=1, eval_every=0, max_skipped=9,
+    )  # fmt: skip
+
+
+def test_a_last_step_that_is_skipped_is_only_counted(tiny, bench):
+    config = tiny("precision=fp16")
+    step = bench.step(config)
+    poison(step, at_call=3)
+    progress = trained(bench, step, config, 3)
+    assert (progress.stepped, progress.skipped) == (2, 1)
+
+
+def test_a_run_without_one_finite_step_has_failed(tiny, bench):
+    config = tiny()
+    step = bench.step(config)
+    step.loss_function = lambda hidden, *_: hidden.sum() * math.nan
+    with pytest.raises(NotFiniteError, match="none of 3 steps was finite"):
+        trained(bench, step, config, 3)
+
+
 def test_a_window_with_nothing_to_learn_makes_no_step(tiny, bench):
     step = bench.step(tiny())
     window = bench.window(bench.samples(), 8)

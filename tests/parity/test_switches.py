@@ -60,6 +60,18 @@ def test_accumulation_is_the_mean_over_all_targets(
         torch.testing.assert_close(weight, other_weights[name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("offload", ["none", "activations"])
+def test_accumulated_gradients_are_those_of_one_micro_batch(tiny, bench, recompute, offload):
+    """4 x 2 against 1 x 8, each sample with another number of targets."""
+    found = []
+    for micro_batch in (8, 2):
+        step = bench.step(tiny(recompute, f"offload={offload}"))
+        found.append(bench.gradients(step, bench.window(bench.samples(), micro_batch)))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_true"])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_accumulation_in_low_precision(tiny, bench, precision, clip):

@@ -13,6 +13,8 @@ from memtrain.cards import load_card
 from memtrain.device import (
     allocator_statistics,
     free_host_bytes,
+    host_memory_bytes,
+    reset_host_peak,
     select_device,
 )
 from memtrain.errors import UserError
@@ -20,6 +22,16 @@ from memtrain.planner.child import PlannerProcess
 from memtrain.tasks import check_host_memory
 
 TINY_OFFLOAD = ("offload=optimizer", "model.dim=256", "model.vocab_size=4096")
+
+
+def test_the_hosts_peak_counts_from_the_reset_on():
+    ballast = bytearray(2**28)
+    for page in range(0, len(ballast), 4096):
+        ballast[page] = 1
+    high_bytes = host_memory_bytes("VmHWM")
+    del ballast
+    reset_host_peak()
+    assert host_memory_bytes("VmHWM") < high_bytes - 2**27
 
 
 def test_free_host_memory_is_at_most_what_there_is():

@@ -105,7 +105,7 @@ def test_split_gives_each_file_to_one_side(n_files: int, val_fraction: float) ->
     train, val = split(files, val_fraction)
     assert sorted(train + val) == sorted(files)
     assert train
-    assert bool(val) == (val_fraction > 0)
+    assert bool(val) == (n_files * val_fraction >= 1)
     assert (train, val) == split(files, val_fraction)
 
 
@@ -114,8 +114,9 @@ def test_split_is_evenly_spread() -> None:
     assert [path.name for path in val] == ["05", "15", "25", "35"]
 
 
-def test_split_of_one_file_leaves_validation_to_the_tokens() -> None:
+def test_split_of_few_files_leaves_validation_to_the_tokens() -> None:
     assert split([Path("a")], 0.5) == ([Path("a")], [])
+    assert split([Path("a"), Path("b")], 0.05) == ([Path("a"), Path("b")], [])
     with pytest.raises(UserError, match="val_fraction is 1"):
         split([Path("a")], 1.0)
 
