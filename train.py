@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import errors, sweep
-from memtrain.config import folder_name, similar_keys
+from memtrain.config import folder_name, resolve_path, similar_keys
 from memtrain.planner.child import PlannerProcess
 from memtrain.run_folder import resumed_folder
 
@@ -43,7 +43,6 @@ def take_pinned_buffers_as_asked() -> None:
 
 take_pinned_buffers_as_asked()  # before torch is imported, here and in the processes that this one starts
 ROOT = Path(__file__).resolve().parent
-OUTPUTS = Path(os.environ.get("MEMTRAIN_OUTPUTS") or ROOT / "outputs").absolute()
 EXPECTED = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What composing raises for what is typed and written."""
 TAKES_A_VALUE = (
@@ -53,11 +52,11 @@ TAKES_A_VALUE = (
 """Of Hydra's flags."""
 
 OmegaConf.register_new_resolver("project_root", lambda: str(ROOT))
-OmegaConf.register_new_resolver("outputs", lambda: str(OUTPUTS))
+OmegaConf.register_new_resolver("absolute", lambda path: str(resolve_path(path, Path.cwd())))
 OmegaConf.register_new_resolver("process_id", os.getpid)
 OmegaConf.register_new_resolver("folder_name", folder_name)  # checked before Hydra makes the folder
 OmegaConf.register_new_resolver(
-    "run_folder", lambda *parts: resumed_folder(OUTPUTS / "runs", *parts)
+    "run_folder", lambda runs, *parts: resumed_folder(Path(runs), *parts)
 )
 
 
@@ -75,7 +74,7 @@ def job(config: DictConfig) -> float | None:
 
     stop.raise_on_signals()
     folder, base = Path(settings.runtime.output_dir), Path(settings.runtime.cwd)
-    runs = OUTPUTS / "runs" / folder_name(tree["name"])
+    runs = resolve_path(tree["outputs"], base) / "runs" / folder_name(tree["name"])
     typed = list(settings.overrides.task)
     return tasks.run(tree, tasks.Place(folder, base, typed, planner, runs))
 

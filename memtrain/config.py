@@ -294,7 +294,9 @@ class SweepConfig:
 class Config:
     task: Literal["train", "plan", "generate", "numerics"]
     name: str
-    """Names the folder of the run: outputs/runs/<name>/..."""
+    """Names the folder of the run: <outputs>/runs/<name>/..."""
+    outputs: str
+    """The folder of all runs and sweeps. Relative to where the command was typed."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)]
     device: Literal["auto", "cpu", "cuda"]
     steps: Annotated[int, Range(low=1, high=10**9)]

@@ -92,12 +92,9 @@ class Server:
             stdout=subprocess.PIPE,
         )
 
-    def run(
-        self, argv: list[str], cwd: Path, folder: Path, outputs: Path | None, limit_s: float
-    ) -> Finished:
+    def run(self, argv: list[str], cwd: Path, folder: Path, limit_s: float) -> Finished:
         assert self._process.stdin and self._process.stdout
-        place = str(outputs) if outputs else None
-        command = {"argv": argv, "cwd": str(cwd), "outputs": place, "limit_s": int(limit_s)}
+        command = {"argv": argv, "cwd": str(cwd), "limit_s": int(limit_s)}
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         found = json.loads(self._process.stdout.readline())
@@ -119,7 +116,7 @@ def with_places(overrides: list[str], folder: Path, outputs: Path | None) -> lis
             "plan=off",
         ]  # a second process per run, where planning is not the point
     places = [f"{key}={folder}" for key in ("hydra.run.dir", "hydra.sweep.dir")]
-    return overrides if outputs else [*overrides, *places]
+    return [*overrides, f"outputs={outputs}"] if outputs else [*overrides, *places]
 
 
 def hear_signals() -> None:
@@ -135,7 +132,7 @@ def start_train(
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *with_places(overrides, folder, outputs)],
         cwd=cwd,
-        env=ENVIRONMENT | ({"MEMTRAIN_OUTPUTS": str(outputs)} if outputs else {}),
+        env=ENVIRONMENT,
         text=True,
         encoding="utf-8",
         stdout=subprocess.PIPE,

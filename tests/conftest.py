@@ -101,6 +101,6 @@ def run(server: Server, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
     ) -> Finished:
         place = folder or tmp_path_factory.mktemp("run") / "out"
         argv = with_places([*overrides, f"data.cache_dir={cache}"], place, outputs)
-        return server.run(argv, cwd, place, outputs, timeout)
+        return server.run(argv, cwd, place, timeout)
 
     return run

@@ -1,6 +1,6 @@
 """`python train.py` many times in seconds: torch and Hydra are imported once, every command runs in a forked child.
 
-Reads lines of JSON {"argv", "cwd", "outputs", "limit_s"} and answers each with {"code", "stdout", "stderr"}; a command
+Reads lines of JSON {"argv", "cwd", "limit_s"} and answers each with {"code", "stdout", "stderr"}; a command
 that the limit ended has code -14 (SIGALRM). The child ends as an interpreter does that ran the script.
 """
 
@@ -32,9 +32,6 @@ def run_here(command: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(command["limit_s"])
     os.chdir(command["cwd"])
-    os.environ.pop("MEMTRAIN_OUTPUTS", None)
-    if command["outputs"]:
-        os.environ["MEMTRAIN_OUTPUTS"] = command["outputs"]
     sys.argv = [str(SCRIPT), *command["argv"]]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

@@ -212,8 +212,8 @@ class Place:
     def run(self, argv: list[str]) -> Finished:
         out, outputs = self.folder / "out", self.folder / "outputs"
         places = [f"hydra.run.dir={out}", f"hydra.sweep.dir={out}"]
-        argv = [*argv, *places, f"data.cache_dir={self.folder}/cache"]
-        found = self.server.run(argv, self.folder / "cwd", out, outputs, LIMIT_S)
+        argv = [*argv, *places, f"outputs={outputs}", f"data.cache_dir={self.folder}/cache"]
+        found = self.server.run(argv, self.folder / "cwd", out, LIMIT_S)
         shutil.rmtree(out, ignore_errors=True)
         return found
 

@@ -290,11 +290,10 @@ def test_a_signal_ends_a_run_that_goes_on(
 def test_a_lost_terminal_loses_nothing(sweep: bool, tmp_path: Path) -> None:
     """What is written to it fails from then on."""
     ours, theirs = pty.openpty()
-    words = [*TINY, "steps=100000", "save_every=0", "plan=off", "name=lost"]
+    words = [*TINY, "steps=100000", "save_every=0", "plan=off", "name=lost", f"outputs={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words, *(["-m", "seed=1,2"] if sweep else [])],
-        env=ENVIRONMENT | {"MEMTRAIN_OUTPUTS": str(tmp_path)},
-        stdin=theirs, stdout=theirs, stderr=theirs,
+        env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs,
         preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), hear_signals()),
     )  # fmt: skip
     os.close(theirs)
@@ -311,11 +310,11 @@ def test_a_lost_terminal_loses_nothing(sweep: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("redirection", [">&-", ">/dev/full 2>&1", "| head -1"])
 def test_whoever_reads_what_it_says_may_be_gone(redirection: str, tmp_path: Path) -> None:
-    script = f"{sys.executable} {ROOT}/train.py {' '.join(TINY)} steps=300 plan=off name=unread"
+    words = [*TINY, "steps=300", "plan=off", "name=unread", f"outputs={tmp_path}"]
+    script = f"{sys.executable} {ROOT}/train.py {' '.join(words)}"
     subprocess.run(
         ["bash", "-c", f"{script} {redirection}"],
-        env=ENVIRONMENT | {"MEMTRAIN_OUTPUTS": str(tmp_path)},
-        stdout=subprocess.DEVNULL, check=True, timeout=60,
+        env=ENVIRONMENT, stdout=subprocess.DEVNULL, check=True, timeout=60,
     )  # fmt: skip
     found = summary(the_run(tmp_path, "unread"))
     assert (found["status"], found["steps"]) == ("ok", 300)

@@ -92,7 +92,7 @@ def test_metrics_hold_one_record_a_step(text_run: Finished) -> None:
 
 
 def test_the_config_kept_is_resolved_and_the_log_is_there(text_run: Finished) -> None:
-    config = yaml.safe_load((text_run.folder / ".hydra/config.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load((text_run.folder / "config.yaml").read_text(encoding="utf-8"))
     assert config["data"]["path"] == "corpus.txt"
     assert config["tokenizer"]["kind"] == "bytes"
     assert "${" not in json.dumps(config)
