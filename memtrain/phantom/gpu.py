@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
 
 from memtrain.cards import Card, load_card
@@ -153,6 +155,9 @@ class PhantomGPU(_Phantom):
             autocast.clear_weight_cache()
 
         stack.enter_context(_patched(torch, "clear_autocast_cache", clear_both))
+        for types in FOREACH_TYPES:
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
         super()._prepare(stack)
 
 
@@ -289,6 +294,12 @@ LIBRARIES = {
     "transformers.masking_utils": ("find_packed_sequence_indices", _one_sequence_a_row),
 }
 """Code of others that does something else with tensors without data: module, function, and what stands for it."""
+
+FOREACH_TYPES: tuple[list[Any], ...] = (
+    optimizer._foreach_supported_types,
+    _foreach_utils._foreach_supported_types,
+)
+"""The tensors that optimizers and clipping take by the list unless told otherwise, as they do on CUDA."""
 
 HOOK_DICTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _tensor_data: Any = torch.Tensor.data

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from phantom_models import LM, Step
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,10 +23,12 @@ from memtrain.errors import UserError
 from memtrain.phantom import (
     CATEGORIES,
     OutOfMemoryError,
+    PhantomCPU,
     PhantomGPU,
     RaceError,
     UnsupportedOperator,
 )
+from memtrain.phantom.gpu import FOREACH_TYPES
 from memtrain.phantom.ledger import DEVICE
 from memtrain.phantom.report import walk
 
@@ -113,6 +116,21 @@ def test_a_peak_has_its_phase() -> None:
     assert few.peak_step == 0
     assert report.peak_step == 1
     assert len(few.step_peak_bytes) == 3
+
+
+def test_default_optimizers_and_clipping_take_lists_of_tensors_as_on_cuda() -> None:
+    default = train(Step()).report()
+    assert default == train(Step(options={"foreach": True})).report()
+    one_by_one = train(Step(options={"foreach": False})).report()
+    assert (
+        default.phases["optimizer"].allocated_bytes > one_by_one.phases["optimizer"].allocated_bytes
+    )
+    assert "aten._foreach_norm.Scalar" in {op.name for op in default.ops}
+    with PhantomCPU() as cpu:
+        Step().run(LM(), cpu.device, gpu=cpu)
+    assert not any("lerp" in op.name and "foreach" in op.name for op in cpu.report().ops)
+    for types in FOREACH_TYPES:
+        assert FakeTensor not in types
 
 
 def test_a_loss_outside_modules_belongs_to_forward() -> None:
