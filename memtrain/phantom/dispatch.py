@@ -77,31 +77,38 @@ class Entry:
         self.calls = [0, 0, 0, 0]  # by phase
 
 
-def metadata_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """What the result depends on; None if that is more than metadata (a constant's value)."""
+def metadata_key(func: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> tuple[Any, ...] | None:
+    """What the result depends on; None if that is more than metadata (a constant's value).
+
+    None too for a tensor that is not of `mode`: it is to be counted first.
+    """
     parts: list[Any] = [func, torch.get_default_dtype()]
-    if not _extend(parts, args):
+    if not _extend(parts, args, mode):
         return None
     if kwargs:
         for name, value in kwargs.items():
             parts.append(name)
-            if not _extend(parts, (value,)):
+            if not _extend(parts, (value,), mode):
                 return None
     return tuple(parts)
 
 
-def _extend(parts: list[Any], values: Any) -> bool:
+def _extend(parts: list[Any], values: Any, mode: FakeTensorMode) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None or value.layout is not torch.strided:
+            if (
+                value.constant is not None
+                or value.layout is not torch.strided
+                or value.fake_mode is not mode
+            ):
                 return False
             parts += (value.shape, value.stride(), value.dtype, value.fake_device)
         elif kind in PLAIN:
             parts += (kind, value)
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            if not _extend(parts, value):
+            if not _extend(parts, value, mode):
                 return False
         elif kind is torch.layout:
             parts.append(value)

@@ -144,7 +144,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if handler is not None:
             return handler(*args, **kwargs)
         self.settle()
-        key = dispatch.metadata_key(func, args, kwargs)
+        key = dispatch.metadata_key(func, args, kwargs, self.fake)
         entry = self.entries.get(key) if key is not None else None
         if entry is None:
             return self._first(func, args, kwargs, key)
@@ -258,7 +258,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Real tensors (a batch made outside) become fake ones; writing to them is refused."""
-        real = [t for t in flat_tensors(args, kwargs) if type(t) is not FakeTensor]
+        real = []
+        for t in flat_tensors(args, kwargs):
+            if type(t) is not FakeTensor:
+                real.append(t)
+            elif t.fake_mode is not self.fake:
+                self._adopt(t)
         if not real:
             return args, kwargs
         fakes = {id(t): self._fake_of(t) for t in real}
@@ -285,6 +290,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.ledger.find(fake.untyped_storage()) is None:
             self._see(fake, "real tensor", t.is_pinned() if t.device.type != "meta" else False)
         return fake if self.keys_of is None else dispatch.rekey(self.fake, fake, self.keys_of)
+
+    def _adopt(self, t: FakeTensor) -> None:
+        """Count a tensor that an earlier phantom made as one that was on this one all along."""
+        t.fake_mode = self.fake
+        if self.ledger.find(t.untyped_storage()) is None:
+            self._see(t, "earlier phantom")
 
     def _rekeyed(self, out: Any, args: Any, kwargs: Any) -> Any:
         if self.keys_of is None:
@@ -459,6 +470,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name in _parts_of(t):
                 self.mark(getattr(t, name), category, module)
             return
+        if t.fake_mode is not self.fake:
+            self._adopt(t)
         record = self.ledger.find(t.untyped_storage())
         if record is None or (category == "inputs" and record.category is not None):
             return

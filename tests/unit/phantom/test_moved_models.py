@@ -77,3 +77,36 @@ def test_real_data_is_refused_wherever_an_operator_writes_to_it() -> None:
                 write(real)
         assert torch._foreach_add([real.to(gpu.device)], 1)[0].device == gpu.device
     assert real.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("new_optimizer", [True, False])
+def test_a_model_that_goes_from_card_to_card_counts_on_each(new_optimizer: bool) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    reports = []
+    for card in ("a100_80gb", "a100_80gb", "h100"):
+        with PhantomGPU(card) as gpu:
+            model.to(gpu.device)
+            if new_optimizer:
+                optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                step(model, optimizer, gpu.device)
+        reports.append(gpu.report())
+    first, second, third = reports
+    assert first.categories == second.categories
+    assert first.peak_allocated_bytes == second.peak_allocated_bytes
+    assert third.categories["weights"] == first.categories["weights"] == 64 * 64 * 4
+    assert third.categories["optimizer_state"] == first.categories["optimizer_state"]
+
+
+def test_tensors_of_an_earlier_block_count_once_when_they_are_used() -> None:
+    with PhantomGPU() as gpu:
+        tensors = [torch.empty(1024, device=gpu.device) for _ in range(3)]
+    with PhantomGPU() as gpu:
+        memory = torch.get_device_module("phantom").memory_allocated
+        for t in tensors[:2]:
+            t + 1
+            t[10:].mul_(2)
+        assert memory() == 2 * 4096
+        del t, tensors
+        assert memory() == 0
