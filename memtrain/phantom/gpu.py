@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from memtrain.cards import Card, load_card
 from memtrain.errors import UserError
 from memtrain.phantom import autocast, backend
-from memtrain.phantom.allocator import CachingAllocator
+from memtrain.phantom.allocator import CachingAllocator, OutOfMemoryError
 from memtrain.phantom.ledger import PAGEABLE, PHASES, PINNED
 from memtrain.phantom.meter import Meter
 from memtrain.phantom.report import CATEGORIES, OpUse, Report, host_peak, peaks
@@ -35,6 +35,7 @@ class _Phantom:
         self.meter = meter
         self._stack: ExitStack | None = None
         self._last: tuple[dict[str, int], list[OpUse]] | None = None
+        self._ended_out_of_memory = False
 
     def __enter__(self) -> Any:
         assert self._stack is None, "already entered"
@@ -43,8 +44,10 @@ class _Phantom:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._stack is not None
+        if isinstance(error, OutOfMemoryError):
+            self._ended_out_of_memory = True
         stack, self._stack = self._stack, None
         try:
             self.meter.settle()
@@ -106,7 +109,15 @@ class _Phantom:
         if self._stack is not None:
             self.meter.settle()
             self.meter.watch.mark_all()
-        return _report(self.meter, *self._last_step())
+        return _report(self.meter, self._fits(), *self._last_step())
+
+    def _fits(self) -> bool:
+        """What an error kept from being allocated is in no peak."""
+        allocator = self.meter.ledger.allocator
+        if allocator is None or allocator.capacity_bytes is None:
+            return True
+        within = allocator.peak_reserved_bytes <= allocator.capacity_bytes
+        return within and not self._ended_out_of_memory
 
     def _last_step(self) -> tuple[dict[str, int], list[OpUse]]:
         """The step in progress, or the last one if none has begun."""
@@ -387,7 +398,7 @@ def _ops(meter: Meter) -> list[OpUse]:
     return [OpUse(*key, *total) for key, total in sorted(totals.items())]
 
 
-def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
+def _report(meter: Meter, fits: bool, moved: dict[str, int], ops: list[OpUse]) -> Report:
     ledger, allocator = meter.ledger, meter.ledger.allocator
     phases, timeline, maxima = peaks(ledger)
     top = phases.get(maxima.phase)
@@ -397,7 +408,7 @@ def _report(meter: Meter, moved: dict[str, int], ops: list[OpUse]) -> Report:
     return Report(
         card=meter.card.name if meter.card else meter.device_type,
         capacity_bytes=meter.capacity_bytes,
-        fits=meter.capacity_bytes is None or reserved <= meter.capacity_bytes,
+        fits=fits,
         peak_allocated_bytes=allocated,
         peak_active_bytes=allocator.peak_active_bytes if allocator else allocated,
         peak_reserved_bytes=reserved,

@@ -80,6 +80,7 @@ class Report:
     card: str
     capacity_bytes: int | None
     fits: bool
+    """Within the capacity, and no OutOfMemoryError left the block."""
     peak_allocated_bytes: int
     peak_active_bytes: int
     peak_reserved_bytes: int

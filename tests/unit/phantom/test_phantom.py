@@ -310,6 +310,11 @@ def test_the_card_may_be_too_small() -> None:
     assert sum(error.by_category.values()) == error.allocated_bytes
     assert error.by_category["weights"] > 0
     assert "activations" in str(error)
+    assert not gpu.report().fits
+    with PhantomGPU(capacity_bytes=100 * MIB) as gpu:
+        with pytest.raises(OutOfMemoryError):
+            torch.empty(200 * MIB, device=gpu.device)
+    assert gpu.report().fits
     with PhantomGPU(capacity_bytes=100 * MIB, enforce_capacity=False) as gpu:
         step.run(LM(**GPT).to(gpu.device), gpu.device)
     report = gpu.report()
