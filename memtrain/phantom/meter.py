@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -493,7 +494,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_read(t, HOST, "item")
         if t.dtype.is_complex:
             return 0j
-        return 0.0 if t.dtype.is_floating_point else False if t.dtype == torch.bool else 0
+        if t.dtype == torch.bool:
+            warnings.warn(
+                f"a truth value was read{self._where()} from a tensor without data: it is False, and "
+                "the program goes on as it would then",
+                stacklevel=3,  # the program's line, which called __torch_dispatch__
+            )
+            return False
+        return 0.0 if t.dtype.is_floating_point else 0
 
     def _count_read(self, t: Any) -> None:
         """A program that reads on and on loops on a value that never comes; a bool decides more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 
 import pytest
 import torch
@@ -46,6 +47,28 @@ def test_a_loop_on_a_value_ends() -> None:
         with pytest.raises(UnsupportedOperator, match="never ends"):
             while not x:
                 pass
+
+
+def test_a_truth_value_that_decides_is_warned_of_where_it_is_read() -> None:
+    with PhantomGPU() as gpu:
+        loss = torch.zeros((), device=gpu.device)
+        with pytest.warns(UserWarning, match="it is False") as caught:
+            if torch.isfinite(loss):
+                raise AssertionError
+    assert caught[0].filename == __file__
+
+
+def test_a_scaler_and_numbers_are_read_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    with PhantomGPU() as gpu:
+        model = nn.Linear(2, 2, device=gpu.device)
+        optimizer = torch.optim.SGD(model.parameters())
+        scaler = torch.amp.GradScaler("phantom")
+        scaler.scale(model(torch.empty(1, 2, device=gpu.device)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.weight.sum().item()
+    assert not [warning for warning in recwarn if "truth value" in str(warning.message)]
 
 
 def test_values_read_once_a_step_are_no_loop() -> None:
