@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import reduce
+from functools import reduce, wraps
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ class _Phantom:
         for module in (torch.autograd, torch.autograd.graph):
             name = "_engine_run_backward"
             stack.enter_context(_patched(module, name, _run_backward(meter, getattr(module, name))))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            register = _speaking(getattr(torch.Tensor, name))
+            stack.enter_context(_patched(torch.Tensor, name, register))
+        saved = torch.autograd.graph.saved_tensors_hooks  # a checkpoint recomputes in one of them
+        stack.enter_context(_patched(saved, "__init__", _speaking(saved.__init__)))
         meter.watch.install()
         stack.callback(meter.watch.remove)
         stack.enter_context(_patched(torch.UntypedStorage, "resize_", _resize(meter)))
@@ -227,6 +233,28 @@ def _run_backward(meter: Meter, run: Any) -> Any:
         return out
 
     return run_backward
+
+
+def _speaking(register: Any) -> Any:
+    """`register` of hooks whose error inside backward is told: torch's engine loses it, or ends the process on it."""
+
+    def told(hook: Any) -> Any:
+        @wraps(hook)
+        def run(*args: Any) -> Any:
+            try:
+                return hook(*args)
+            except Exception:
+                if backend.active() is not None and torch._C._current_graph_task_id() != -1:
+                    traceback.print_exc()
+                raise
+
+        return run
+
+    def register_told(owner: Any, *hooks: Any, **named: Any) -> Any:
+        named = {name: told(hook) for name, hook in named.items()}
+        return register(owner, *map(told, hooks), **named)
+
+    return register_told
 
 
 def _resize(meter: Meter) -> Any:

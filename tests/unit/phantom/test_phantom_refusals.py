@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -99,3 +101,36 @@ def test_a_failed_shape_function_logs_no_traceback(caplog: pytest.LogCaptureFixt
         torch.mm(torch.empty(2, 3, device=gpu.device), torch.empty(2, 3, device=gpu.device))
     assert not caplog.records
     assert logger.level == before
+
+
+FAILS = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from memtrain.phantom import PhantomGPU
+
+def fails(x):
+    if torch._C._current_graph_task_id() != -1:
+        raise ValueError("of the program's own")
+    return x.sin()
+
+with PhantomGPU() as gpu:
+    x = torch.zeros(4, device=gpu.device, requires_grad=True)
+    {}
+    y.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "y = x.sin(); x.register_hook(fails)",
+        "y = x.sin(); x.register_post_accumulate_grad_hook(fails)",
+        "y = checkpoint(fails, x, use_reentrant=False)",
+    ],
+)
+def test_an_error_inside_backward_is_told_before_the_engine_ends(call: str) -> None:
+    command = [sys.executable, "-c", FAILS.format(call)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "ValueError: of the program's own" in ended.stderr
+    assert "in fails" in ended.stderr
