@@ -204,6 +204,25 @@ def test_suggestions_replace_what_they_change():
     assert "nothing near" in planned.suggestion_lines([], [])[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("checkpointing=alternate", "++checkpoint_every=2", "precision.name=fp32", "loss.name=full",
+         "offload=all", "offload.mode=optimizer", "offload.optimizer_fraction=0.9"),
+        ("experiment=4_bf16_accum_recompute", "checkpoint_every=2", "accumulation=x2"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_is_pasted_is_what_was_planned(config, typed):
+    wanted = config(*typed)
+    options = [option for option in neighbours(wanted) if is_valid(option.config)]
+    assert options
+    for option in options:
+        pasted = [shlex.split(word)[0] for word in planned.merged(typed, option.overrides)]
+        assert config(*pasted) == option.config, option.overrides
+
+
 def test_speed_is_the_roofline(shaped):
     """Matrix products at the card's peak times its efficiency; a faster link is faster offload."""
     wanted = shaped("offload=optimizer")
