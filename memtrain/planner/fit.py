@@ -73,11 +73,18 @@ def neighbours(config: Config) -> Iterator[Neighbour]:
     if config.checkpointing.policy == "per_block":  # a choice for this config alone
         (start,) = recomputes(config)
         yield start
-    for options in (smaller_batches, recomputes, offloads, in_backward, precisions):
+    for options in (
+        chunked_loss,
+        smaller_batches,
+        recomputes,
+        offloads,
+        in_backward,
+        precisions,
+    ):
         for option in options(start.config):
             yield Neighbour((*start.overrides, *option.overrides), option.config)
-    yield from chain(start, recomputes, smaller_batches, offloads, precisions)
-    yield from chain(start, recomputes, offloads, precisions)
+    yield from chain(start, chunked_loss, recomputes, smaller_batches, offloads, precisions)
+    yield from chain(start, chunked_loss, recomputes, offloads, precisions)
 
 
 def chain(start: Neighbour, *links: Callable[[Config], Iterator[Neighbour]]) -> Iterator[Neighbour]:
@@ -92,14 +99,27 @@ def chain(start: Neighbour, *links: Callable[[Config], Iterator[Neighbour]]) -> 
 
 
 def smaller_batches(config: Config) -> Iterator[Neighbour]:
-    """Half the micro-batch, twice the accumulation, down to single sequences."""
-    micro_batch, accum = config.micro_batch, config.accum
-    while micro_batch % 2 == 0:
-        micro_batch, accum = micro_batch // 2, accum * 2
+    """Less at a time, as much more accumulation."""
+    for micro_batch in smaller_sizes(config.micro_batch):
+        accum = config.accum * config.micro_batch // micro_batch
         yield Neighbour(
             (f"micro_batch={micro_batch}", f"accum={accum}"),
             replace(config, micro_batch=micro_batch, accum=accum),
         )
+
+
+def smaller_sizes(size: int) -> Iterator[int]:
+    """Halves while there are any, then the divisors of what is odd: 30 -> 15, 5, 3, 1."""
+    while size % 2 == 0:
+        size //= 2
+        yield size
+    yield from (divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
+
+
+def chunked_loss(config: Config) -> Iterator[Neighbour]:
+    if config.loss.name == "full":
+        changed = replace(config.loss, name="chunked")
+        yield Neighbour(("loss=chunked",), replace(config, loss=changed))
 
 
 def recomputes(config: Config) -> Iterator[Neighbour]:

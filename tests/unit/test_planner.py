@@ -15,7 +15,7 @@ from memtrain.engine.build import build_dimensions
 from memtrain.errors import EXIT_OUT_OF_MEMORY
 from memtrain.phantom import OpUse
 from memtrain.planner.child import PlannerProcess, PlanningFailed
-from memtrain.planner.fit import is_valid, neighbours, suggest
+from memtrain.planner.fit import is_valid, neighbours, smaller_sizes, suggest
 from memtrain.planner.predict import make_plan, predict
 from memtrain.planner.speed import NVME_BANDWIDTH_GB_S, estimate_speed
 from memtrain.report import planned
@@ -153,6 +153,25 @@ def test_neighbours_keep_the_tokens_of_a_step(shaped):
     for neighbour in neighbours(wanted):
         assert neighbour.config.micro_batch * neighbour.config.accum == 16
         assert neighbour.overrides
+
+
+def test_an_odd_micro_batch_goes_down_through_its_divisors(shaped):
+    found = [n.overrides for n in neighbours(shaped("micro_batch=15", "accum=2"))]
+    smaller = [words for words in found if len(words) == 2 and words[0].startswith("micro_batch=")]
+    assert smaller == [
+        ("micro_batch=5", "accum=6"),
+        ("micro_batch=3", "accum=10"),
+        ("micro_batch=1", "accum=30"),
+    ]
+    assert list(smaller_sizes(30)) == [15, 5, 3, 1]
+    assert list(smaller_sizes(1)) == []
+
+
+def test_full_logits_can_be_given_up(shaped):
+    found = [n.overrides for n in neighbours(shaped("loss=full"))]
+    assert ("loss=chunked",) in found
+    assert ("loss=chunked", "checkpoint_every=1") in found
+    assert not any("loss=chunked" in n.overrides for n in neighbours(shaped()))
 
 
 def test_what_is_suggested_would_be_accepted(shaped):
