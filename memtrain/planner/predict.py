@@ -20,6 +20,7 @@ from memtrain.model.hf import LanguageModel
 from memtrain.model.transformer import Dimensions, count_parameters
 from memtrain.phantom import CATEGORIES, PhantomCPU, PhantomGPU, Report
 from memtrain.phantom.allocator import allocator_settings
+from memtrain.phantom.ledger import pinned_block_bytes
 from memtrain.planner.speed import estimate_speed
 
 N_STEPS = 3
@@ -138,9 +139,9 @@ def state_on_device(step: TrainStep) -> Iterator[torch.Tensor]:
 
 
 def batch_bytes(config: Config) -> int:
-    """Tokens, targets and, where documents are kept apart, where they begin."""
+    """Pinned for tokens, targets and, where documents are kept apart, where they begin."""
     n_arrays = 3 if config.data.document_mask else 2
-    return n_arrays * config.micro_batch * config.seq_len * torch.int64.itemsize
+    return n_arrays * pinned_block_bytes(config.micro_batch * config.seq_len * torch.int64.itemsize)
 
 
 def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -> Report:

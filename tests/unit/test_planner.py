@@ -96,24 +96,36 @@ def test_bytes_move_as_arithmetic_says(shaped):
     assert four.flops["matmul"] == pytest.approx(2 * two.flops["matmul"])
 
 
-def test_a_long_window_is_planned_from_a_short_one(shaped, monkeypatch):
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("accum=6", "offload=optimizer", "offload.gradients=true"),
+        ("accum=8", "micro_batch=3", "seq_len=100"),
+    ],
+    ids=" ".join,
+)
+def test_a_long_window_is_planned_from_a_short_one(shaped, monkeypatch, overrides):
     """All micro-batches run, against three of them and the rest reckoned."""
     from memtrain.planner import predict as module
 
-    wanted, card = shaped("accum=6", "offload=optimizer", "offload.gradients=true"), load_card("l4")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # torch's own: pinned buffers are rounded up
+    wanted, card = shaped(*overrides), load_card("l4")
     dimensions = build_dimensions(wanted, 2048)
     reckoned = predict(wanted, dimensions, card).report
-    monkeypatch.setattr(module, "MOST_ACCUM", 6)
+    monkeypatch.setattr(module, "MOST_ACCUM", wanted.accum)
     run = predict(wanted, dimensions, card).report
     assert reckoned.peak_allocated_bytes == run.peak_allocated_bytes
     assert reckoned.peak_reserved_bytes == run.peak_reserved_bytes
     assert reckoned.host_peak_bytes == run.host_peak_bytes
+    assert reckoned.host_pinned_peak_bytes == run.host_pinned_peak_bytes
     assert (reckoned.h2d_bytes, reckoned.d2h_bytes) == (run.h2d_bytes, run.d2h_bytes)
     assert reckoned.flops == run.flops
     assert {op.name: op.moved_bytes for op in reckoned.ops} == {
         op.name: op.moved_bytes for op in run.ops
     }
-    seconds = [estimate_speed(report, card, False, 6).step_seconds for report in (reckoned, run)]
+    seconds = [
+        estimate_speed(report, card, False, wanted.accum).step_seconds for report in (reckoned, run)
+    ]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
 
 
