@@ -76,17 +76,28 @@ def load_card(name: str) -> Card:
 VARIANTS = ("Ti", "SUPER", "Laptop", "D", "NVL")
 """Words that make another card of the same number."""
 
+SXM_ALONE = ("A100 80GB", "H100 80GB", "V100 16GB", "V100 32GB")
+"""Data sheets of an SXM card whose PCIe sister is slower."""
+
 
 def match_card(device_name: str, memory_bytes: int) -> Card | None:
-    """The card whose model number occurs in what the driver calls the device; the nearest memory decides."""
+    """The card whose model number occurs in what the driver calls the device; the nearest memory decides.
+
+    None for a slice of a card (MIG), and for a sister of other speed.
+    """
     words = re.split(r"[\s-]+", device_name)
+    if "MIG" in words:
+        return None
     cards = [
         card
         for card in map(load_card, card_names())
         if model_number(card) in words
         and all((word in words) == (word in card.name.split()) for word in VARIANTS)
     ]
-    return min(cards, key=lambda card: abs(card.memory_bytes - memory_bytes), default=None)
+    nearest = min(cards, key=lambda card: abs(card.memory_bytes - memory_bytes), default=None)
+    if nearest and nearest.name in SXM_ALONE and "PCIE" in device_name.upper():
+        return None
+    return nearest
 
 
 def model_number(card: Card) -> str:

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from memtrain.cards import CARDS_DIR, Card, card_names, load_card
+from memtrain.cards import CARDS_DIR, Card, card_names, load_card, match_card
 
 NAMES = card_names()
 KEYS = list(Card.__dataclass_fields__)
@@ -65,6 +65,20 @@ def test_a_card_in_bytes() -> None:
     card = load_card("t4")
     assert card.memory_bytes == 14930 * 2**20
     assert card.workspace_bytes == 8_519_680
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gib"),
+    [
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.5),
+        ("NVIDIA H100 PCIe", 79.1),
+        ("NVIDIA A100 80GB PCIe", 79.2),
+        ("Tesla V100-PCIE-16GB", 15.8),
+    ],
+)
+def test_slices_and_slower_sisters_have_no_data_sheet(device: str, memory_gib: float) -> None:
+    assert match_card(device, int(memory_gib * 2**30)) is None
 
 
 def test_auto_is_the_a100_with_a_mark() -> None:
