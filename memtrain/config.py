@@ -521,6 +521,8 @@ def segment_blocks(config: Config) -> int:
 
 def _heads_divide_width(config: Config) -> None:
     model = config.model
+    if model.config is not None:
+        return
     if model.dim % model.n_heads:
         raise UserError(
             f"model.dim={model.dim}: not divisible by model.n_heads={model.n_heads}; change one of them"
@@ -537,7 +539,7 @@ def _heads_divide_width(config: Config) -> None:
 
 
 def _sequence_fits_positions(config: Config) -> None:
-    if config.seq_len > config.model.max_seq_len:
+    if config.model.config is None and config.seq_len > config.model.max_seq_len:
         raise UserError(
             f"seq_len={config.seq_len}: longer than model.max_seq_len={config.model.max_seq_len}; "
             "lower seq_len or raise model.max_seq_len"
@@ -593,6 +595,8 @@ def _sqrt_sets_segments(config: Config) -> None:
 
 
 def _blocks_are_named(config: Config) -> None:
+    if config.model.config is not None:
+        return
     n_layers = config.model.n_layers
     for key, text in (
         ("checkpointing.blocks", config.checkpointing.blocks),
@@ -645,6 +649,15 @@ def _hf_is_planned(config: Config) -> None:
         )
     if segment_blocks(config) > 1 or config.checkpointing.policy != "segments":
         raise UserError("model=hf: recomputes every block or none; use checkpoint_every=1 or 0")
+    for key, value, plain in (
+        ("offload", config.offload.mode, config.offload.mode != "activations"),
+        ("model.mlp_chunks", config.model.mlp_chunks, config.model.mlp_chunks == 1),
+        ("model.train_only", config.model.train_only, config.model.train_only is None),
+        ("precision.gradients", config.precision.gradients, config.precision.gradients is None),
+        ("checkpointing.blocks", config.checkpointing.blocks, config.checkpointing.blocks == "all"),
+    ):
+        if not plain:
+            raise UserError(f"{key}={value}: cannot be planned with model=hf; drop it")
 
 
 def _random_has_no_text(config: Config) -> None:
@@ -898,10 +911,14 @@ def no_effect_warnings(config: Config) -> list[str]:
     found = []
     for key, needed, has in EFFECTS:
         group, name = key.split(".")
+        if group == "model" and config.model.config is not None:
+            continue
         value = getattr(getattr(config, group), name)
         if value != defaults[group][name] and not has(config):
             shown = str(value).lower() if isinstance(value, bool) else value
             found.append(f"{key}={shown} has no effect without {needed}")
+    if config.model.config is not None:
+        found += _unused_by_hf(config.model, defaults["model"])
     if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
         found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
     if offloads_activations(config) and config.offload.activations_fraction == 0:
@@ -928,6 +945,16 @@ def no_effect_warnings(config: Config) -> list[str]:
     if config.compile != "off":
         found += _compile_warnings(config)
     return found
+
+
+def _unused_by_hf(model: ModelConfig, defaults: dict[str, Any]) -> list[str]:
+    """transformers' own config says what the model is."""
+    changed = [
+        f"model.{field.name}={getattr(model, field.name)}"
+        for field in fields(model)
+        if field.name != "config" and getattr(model, field.name) != defaults[field.name]
+    ]
+    return [f"{setting} has no effect with model=hf" for setting in changed]
 
 
 def _compile_warnings(config: Config) -> list[str]:
