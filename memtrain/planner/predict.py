@@ -180,7 +180,9 @@ def make_step(
     config: Config, dimensions: Dimensions, device: torch.device
 ) -> tuple[TrainStep, Callable[..., list[Batch]]]:
     if config.model.config:
-        model: LanguageModel = build.build_hf_model(config, device)
+        hf_model = build.build_hf_model(config, device)
+        hf_model.check_length(config.seq_len)
+        model: LanguageModel = hf_model
     else:
         model = build.build_model(replace(config, compile="off"), dimensions, device)
     step = build.build_step(config, model, device)

@@ -11,8 +11,9 @@ import torch
 
 from memtrain import tasks
 from memtrain.cards import Card, load_card, match_card
+from memtrain.config import no_effect_warnings
 from memtrain.engine.build import build_dimensions
-from memtrain.errors import EXIT_OUT_OF_MEMORY
+from memtrain.errors import EXIT_OUT_OF_MEMORY, UserError
 from memtrain.phantom import OpUse
 from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.fit import is_valid, neighbours, smaller_sizes, suggest
@@ -356,6 +357,69 @@ def test_transformers_models_are_planned_from_their_config(config, tmp_path: Pat
     plan = make_plan(wanted, build_dimensions(wanted, 257), load_card("l4"))
     assert plan["fits"]
     assert plan["parameters"] > 300 * 64
+
+
+@pytest.fixture
+def hf(config, tmp_path: Path):
+    """`hf(family, *overrides)`: the plan of a small model of that family."""
+    pytest.importorskip("transformers", reason="needs pip install -e '.[hf]'")
+
+    def plan(family, *overrides):
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "dff": 128,
+            "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+            "num_key_value_heads": 2, "intermediate_size": 128, "num_local_experts": 2}  # fmt: skip
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"model_type": family, "vocab_size": 300, **sizes}))
+        wanted = config("task=plan", "model=hf", f"model.config={path}", "micro_batch=2",
+                        "seq_len=32", *overrides)  # fmt: skip
+        return make_plan(wanted, build_dimensions(wanted, 257), load_card("l4"))
+
+    return plan
+
+
+def test_transformers_models_have_their_own_longest_sequence(hf):
+    assert hf("mistral", "seq_len=2048")["parameters"] > 300 * 64
+    with pytest.raises(UserError, match=r"^seq_len=128: model.config has 64 positions"):
+        hf("gpt2", "seq_len=128")
+
+
+def test_a_body_is_found_under_another_name(hf):
+    assert hf("llama4_text", "precision=bf16")["parameters"] > 300 * 64
+
+
+@pytest.mark.parametrize("family", ["ctrl", "openai-gpt"])
+def test_what_transformers_cannot_recompute_is_refused(hf, family):
+    with pytest.raises(UserError, match=r"^checkpoint_every=1: .* use checkpoint_every=0$"):
+        hf(family, "checkpoint_every=1")
+
+
+def test_no_deprecated_name_is_used(hf, monkeypatch):
+    from transformers import logging
+    from transformers.configuration_utils import logger
+
+    said = []
+    monkeypatch.setattr(type(logger), "warning_once", lambda _, text, *__: said.append(text))
+    logging.set_verbosity_warning()
+    hf("mistral", "precision=bf16_true")
+    assert not [text for text in said if "deprecated" in text]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["offload=activations", "model.mlp_chunks=2", "model.train_only=last 1",
+     "precision.gradients=bf16", "checkpointing.blocks=last 1"],
+)  # fmt: skip
+def test_what_a_transformers_model_would_ignore_is_refused(config, override):
+    with pytest.raises(UserError, match=f"^{override}: cannot be planned with model=hf"):
+        config("task=plan", "model=hf", "model.config=a", override)
+
+
+def test_keys_that_a_transformers_model_does_not_use_warn(config):
+    wanted = config("task=plan", "model=hf", "model.config=a", "model.dropout=0.1", "model.dim=30")
+    assert no_effect_warnings(wanted) == [
+        "model.dim=30 has no effect with model=hf",
+        "model.dropout=0.1 has no effect with model=hf",
+    ]
 
 
 @pytest.mark.parametrize(
