@@ -128,6 +128,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: they would count as constants
+            raise RuntimeError("chunked loss: its gradients have none of their own; use loss=full")
+        if ctx.hidden_grad is None and ctx.head_grad is None:
+            raise RuntimeError("chunked loss: the first backward took its gradients; use loss=full")
         (grad,) = grads
         hidden_grad, ctx.hidden_grad = ctx.hidden_grad, None
         head_grad, ctx.head_grad = ctx.head_grad, None
@@ -157,7 +161,7 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss and gradient of fp32 logits (n, V), both times `factor`; the gradient takes the logits' memory."""
     counted = targets != IGNORE_INDEX  # (n,)
-    index = targets.clamp(min=0).unsqueeze(1)  # (n, 1)
+    index = torch.where(counted, targets, 0).unsqueeze(1)  # (n, 1); no class: gather fails
     smoothing, n_classes = terms.label_smoothing, logits.shape[1]
     picked = logits.gather(1, index).squeeze(1)
     mean = logits.mean(dim=1) if smoothing else picked

@@ -111,6 +111,33 @@ def test_deterministic_and_all_masked():
     assert not head.grad.any()
 
 
+def test_a_second_backward_is_refused():
+    """The gradients were handed out, and scaled in place."""
+    hidden, head, targets = inputs()
+    loss = chunked_loss(hidden, head, targets, torch.tensor(1.0), chunk_bytes=1)
+    loss.backward(retain_graph=True)
+    once = hidden.grad.clone()
+    with pytest.raises(RuntimeError, match="the first backward took its gradients"):
+        loss.backward()
+    assert torch.equal(hidden.grad, once)
+
+
+def test_gradients_of_the_gradients_are_refused():
+    hidden, head, targets = inputs()
+    loss = chunked_loss(hidden, head, targets, torch.tensor(1.0), chunk_bytes=1)
+    with pytest.raises(RuntimeError, match="none of their own"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("target", [-1, V])
+@pytest.mark.parametrize("loss_function", [chunked_loss, full_loss])
+def test_a_target_that_is_no_class_is_refused(loss_function, target):
+    hidden, head, targets = inputs()
+    targets[0, 5] = target
+    with pytest.raises((IndexError, RuntimeError), match=f"{target} is out of bounds"):
+        loss_function(hidden, head, targets, torch.tensor(1.0))
+
+
 @pytest.mark.parametrize("overrides", list(itertools.product(
     ("precision=fp32", "precision=bf16", "precision=fp16", "precision=bf16_true"),
     ("checkpoint_every=0", "checkpoint_every=2"),
