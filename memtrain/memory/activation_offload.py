@@ -16,6 +16,7 @@ Saved-tensor hooks (torch.autograd.graph) see what autograd keeps. Who waits for
   it, and with it the next copy into it.
 """
 
+import warnings
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -41,6 +42,7 @@ class _HostPool:
 
     def __init__(self) -> None:
         self.total_bytes = 0
+        self.can_pin = True
         self.free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # ordered by size
 
     def take(self, n_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
@@ -51,8 +53,23 @@ class _HostPool:
             return free.pop(place)
         if free:
             self.total_bytes -= free.pop().nbytes
-        self.total_bytes += n_elements * dtype.itemsize
-        return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=pinned)
+        buffer = self._new(n_elements, dtype, pinned)
+        self.total_bytes += buffer.nbytes
+        return buffer
+
+    def _new(self, n_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """Pageable once the machine has refused pinned memory: each copy then holds the host up, no more."""
+        if pinned and self.can_pin:
+            try:
+                return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self.can_pin = False
+                warnings.warn(
+                    f"offloaded activations: no pinned memory ({str(error).splitlines()[0]}); "
+                    "pageable memory is used, whose copies are slower",
+                    stacklevel=2,
+                )
+        return torch.empty(n_elements, dtype=dtype, device="cpu")
 
     def give(self, buffer: Tensor) -> None:
         insort(self.free[buffer.dtype], buffer, key=Tensor.numel)
@@ -65,8 +82,9 @@ class _Moved:
         self.on_device: Tensor | None = source
         self.n_elements, self.dtype = source.numel(), source.dtype
         self._pool = pool
-        self._buffer: Tensor | None = pool.take(self.n_elements, self.dtype, pinned)
         self._wait: Callable[[], None] | None = None
+        self._buffer: Tensor | None = None  # `__del__` looks at it even where there is no memory
+        self._buffer = pool.take(self.n_elements, self.dtype, pinned)
 
     @property
     def host(self) -> Tensor:
@@ -129,7 +147,7 @@ class ActivationOffload:
     recompute what is wrapped.
 
     Parameters, buffers, storages under `min_bytes` and what lives on another device stay. On a device that is not the
-    CPU the host memory is pinned. `moved_bytes` counts what went to the host since it was made.
+    CPU the host memory is pinned where that can be had. `moved_bytes` counts what went to the host since it was made.
     """
 
     def __init__(self, model: nn.Module, min_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """Segments wrapped by ActivationOffload: the same gradients, what arithmetic says moves, and nothing left behind."""
 
 import gc
+import warnings
 import weakref
 from functools import partial
 
@@ -387,6 +388,38 @@ def test_only_segment_inputs_travel_with_recompute():
 def test_pinned_bytes_do_not_grow_on_the_phantom():
     report, host_bytes = run_phantom(n_steps=5)
     assert set(host_bytes) == {report.host_pinned_peak_bytes}
+
+
+def test_without_pinned_memory_it_goes_on_and_says_so_once(monkeypatch):
+    empty = torch.empty
+
+    def refuse(*size, pin_memory=False, **settings):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nand many lines more")
+        return empty(*size, **settings)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report, host_bytes = run_phantom()
+    (warning,) = [w for w in caught if "pinned" in str(w.message)]
+    assert "no pinned memory (CUDA error: out of memory); pageable" in str(warning.message)
+    assert report.host_pinned_peak_bytes == 0
+    assert report.d2h_bytes == pytest.approx(2 * host_bytes[0], rel=0.02)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_without_any_host_memory_the_error_is_that_one(monkeypatch):
+    def refuse(*size, **settings):
+        raise MemoryError("no host memory")
+
+    with PhantomGPU() as gpu:
+        x = torch.ones(1000, device=gpu.device, requires_grad=True) + 1
+        run = ActivationOffload(torch.nn.Linear(1, 1), 0).wrap(Segment([0], lambda x, _: x * x))
+        monkeypatch.setattr(torch, "empty", refuse)
+        with pytest.raises(MemoryError, match="no host memory"):
+            run(x, None)
+        gc.collect()
 
 
 def test_two_runs_in_one_process_are_alike():
