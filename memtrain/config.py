@@ -512,6 +512,30 @@ def offloads_activations(config: Config) -> bool:
     return config.offload.mode in ("activations", "all", "all_nvme")
 
 
+def offloaded_blocks(config: Config) -> set[int] | None:
+    """Blocks whose activations are to leave; None where nothing asks for that, or the budget is to choose."""
+    if _has_block(config, "offload"):
+        return {i for i, policy in enumerate(config.checkpointing.per_block) if policy == "offload"}
+    if not offloads_activations(config):
+        return None
+    named = named_blocks(config.offload.blocks, config.model.n_layers, "offload.blocks")
+    share = config.offload.activations_fraction
+    return {block for k, block in enumerate(named) if int((k + 1) * share) > int(k * share)}
+
+
+def last_segment(config: Config) -> set[int]:
+    """Its blocks: backward uses at once what they keep."""
+    last = config.model.n_layers - 1
+    wanted, every = config.checkpointing, segment_blocks(config)
+    if wanted.policy not in ("segments", "sqrt") or not every:
+        return {last}
+    chosen = set(named_blocks(wanted.blocks, config.model.n_layers, "checkpointing.blocks"))
+    first = last
+    while first - 1 in chosen and last in chosen:
+        first -= 1  # of the run of chosen blocks that ends with the last one, cut after `every`
+    return set(range(last - (last - first) % every, last + 1))
+
+
 def segment_blocks(config: Config) -> int:
     """Blocks per recomputed segment, `sqrt` resolved; 0: nothing is recomputed."""
     if config.checkpointing.policy == "sqrt":
@@ -921,10 +945,8 @@ def no_effect_warnings(config: Config) -> list[str]:
         found += _unused_by_hf(config.model, defaults["model"])
     if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
         found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
-    if offloads_activations(config) and config.offload.activations_fraction == 0:
-        found.append(
-            f"offload={config.offload.mode} moves no activations with offload.activations_fraction=0"
-        )
+    if (wanted := offloaded_blocks(config)) is not None and not wanted - last_segment(config):
+        found.append(_moves_nothing(config))
     if config.optimizer.name == "paged_adamw_8bit":
         key = "device=cpu" if config.device == "cpu" else f"offload={config.offload.mode}"
         if config.device == "cpu" or optimizer_home(config) != "device":
@@ -955,6 +977,16 @@ def _unused_by_hf(model: ModelConfig, defaults: dict[str, Any]) -> list[str]:
         if field.name != "config" and getattr(model, field.name) != defaults[field.name]
     ]
     return [f"{setting} has no effect with model=hf" for setting in changed]
+
+
+def _moves_nothing(config: Config) -> str:
+    key = f"offload={config.offload.mode}"
+    if not offloads_activations(config):
+        key = f"checkpointing.per_block=[{','.join(config.checkpointing.per_block)}]"
+    return (
+        f"{key} moves no activations: those of the last segment (block "
+        f"{min(last_segment(config))} on) never leave, and no other block is chosen"
+    )
 
 
 def _compile_warnings(config: Config) -> list[str]:

@@ -1,5 +1,6 @@
 """The rules of the config, one by one, with values as the command line gives them."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -236,6 +237,48 @@ def test_the_defaults_warn_of_nothing(config: Compose) -> None:
 def test_mlp_chunks_that_cannot_help_are_refused(overrides: str, config: Compose) -> None:
     with pytest.raises(UserError, match=r"^model.mlp_chunks="):
         config(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model.n_layers=1",
+        "offload.blocks=3",
+        "offload.blocks='last 1'",
+        "offload.activations_fraction=0.2",
+        "offload.activations_fraction=0",
+        "checkpoint_every=4",
+        "checkpointing=sqrt offload.blocks='last 2'",
+        "checkpoint_every=3 checkpointing.blocks=1-3 offload.blocks='last 3'",
+    ],
+)
+def test_activations_that_cannot_leave_warn(overrides: str, tiny: Compose) -> None:
+    parts = re.findall(r"(?:[^ ']|'[^']*')+", overrides)
+    (found,) = no_effect_warnings(tiny("offload=activations", *parts))
+    assert found.startswith("offload=activations moves no activations: ")
+
+
+def test_a_last_block_that_is_to_leave_warns(tiny: Compose) -> None:
+    per_block = "checkpointing.per_block=[keep,keep,keep,offload]"
+    (found,) = no_effect_warnings(tiny("checkpointing=per_block", per_block))
+    assert found.startswith(f"{per_block} moves no activations: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["offload=activations"],
+        ["offload=activations", "checkpoint_every=3"],
+        ["offload=activations", "checkpointing=sqrt", "offload.blocks='1,last 1'"],
+        ["offload=activations", "checkpoint_every=4", "checkpointing.blocks='first 3'"],
+        ["offload=activations", "checkpointing=alternate", "checkpoint_every=3"],
+        ["checkpointing=per_block", "checkpointing.per_block=[keep,offload,keep,keep]"],
+        ["checkpointing=budget"],
+    ],
+    ids=" ".join,
+)
+def test_activations_that_leave_do_not_warn(overrides: list[str], tiny: Compose) -> None:
+    assert no_effect_warnings(tiny(*overrides)) == []
 
 
 @pytest.mark.parametrize(
