@@ -1,17 +1,30 @@
 """A byte budget: what each block keeps, recomputes or offloads, so that the run fits and is fastest."""
 
+import math
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, groupby
+
+import numpy as np
+from numpy.typing import NDArray
 
 from memtrain.cards import Card
-from memtrain.config import BlockPolicy, Config
+from memtrain.config import BlockPolicy, Config, OffloadMode
 from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
+from memtrain.phantom import Report
+from memtrain.planner.fit import is_valid
 from memtrain.planner.predict import predict
-from memtrain.planner.speed import estimate_speed
+from memtrain.planner.speed import busy_seconds, device_seconds, estimate_speed
 from memtrain.units import GIB, format_bytes
 
 CHEAPEST_FIRST: tuple[BlockPolicy, ...] = ("keep", "selective", "offload", "recompute")
-N_TRIES = 6
+N_TRIES = 10
+N_CUTS = 48
+"""Places at which one policy may follow another; a deeper model is cut at these alone."""
+WORTH_A_TRY = 0.999
+"""A mixture is planned if it is expected to take less than this share of the best one's time."""
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -21,7 +34,10 @@ class Outcome:
     per_block: tuple[BlockPolicy, ...]
     peak_bytes: int
     """Reserved on the device."""
+    host_bytes: int
     step_seconds: float
+    busy: tuple[tuple[float, ...], ...]
+    """Seconds of work in forward and in backward of all that works side by side: the longest is what passes."""
 
 
 @dataclass(frozen=True)
@@ -36,46 +52,24 @@ class Choice:
     keep_step_seconds: float
 
 
-def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
-    """The fastest choice found that stays within `checkpointing.budget_gib`. Raises UserError if none does.
+def choose(
+    config: Config, dimensions: Dimensions, card: Card, host_bytes: int | None = None
+) -> Choice:
+    """The fastest choice found within `checkpointing.budget_gib` and, if given, `host_bytes` of host memory.
 
-    Every uniform choice is planned; between them bytes and seconds per block are taken as linear, the best mixture is
-    found by trying all counts, and then planned itself; what it takes too much or too little is asked for again.
+    Raises UserError if none is. Every uniform choice is planned, and with its last block kept; between them bytes and
+    work per block are taken as linear. The mixture that promises most is planned and corrects the estimate near it,
+    until none promises more.
     """
-    limit_bytes = budget_bytes(config, card)
-    n_layers = dimensions.n_layers
-    uniform = {
-        policy: outcome(config, dimensions, card, (policy,) * n_layers) for policy in CHEAPEST_FIRST
-    }
-    fitting = [found for found in uniform.values() if found.peak_bytes <= limit_bytes]
-    wanted_bytes, fits_at, too_much_at = limit_bytes, 0, 0
-    seen = {found.per_block for found in uniform.values()}
-    for _ in range(N_TRIES):
-        mixture = best_mixture(uniform, wanted_bytes, n_layers)
-        if mixture is None or mixture in seen:
-            break
-        seen.add(mixture)
-        found = outcome(config, dimensions, card, mixture)
-        if found.peak_bytes <= limit_bytes:
-            fitting.append(found)
-            fits_at = wanted_bytes
-        else:
-            too_much_at = wanted_bytes
-        wanted_bytes += limit_bytes - found.peak_bytes
-        if fits_at and too_much_at:
-            wanted_bytes = (fits_at + too_much_at) // 2
+    limits = (budget_bytes(config, card), math.inf if host_bytes is None else host_bytes)
+    planned = search(config, dimensions, card, limits)
+    fitting = [found for found in planned if is_within(found, limits)]
     if not fitting:
-        smallest = min(uniform.values(), key=lambda found: found.peak_bytes)
-        raise UserError(
-            f"checkpointing.budget_gib: nothing fits {format_bytes(limit_bytes)}; the least is "
-            f"{format_bytes(smallest.peak_bytes)} ({smallest.per_block[0]} in every block); "
-            f"{advice(config)}"
-        )
-    best = min(fitting, key=lambda found: (found.step_seconds, found.peak_bytes))
-    keep = uniform["keep"]
+        raise UserError(refusal(config, dimensions, card, planned, limits))
+    best, keep = min(fitting, key=lambda found: (found.step_seconds, found.peak_bytes)), planned[0]
     return Choice(
         best.per_block,
-        limit_bytes,
+        int(limits[0]),
         best.peak_bytes,
         best.step_seconds,
         keep.peak_bytes,
@@ -83,9 +77,85 @@ def choose(config: Config, dimensions: Dimensions, card: Card) -> Choice:
     )
 
 
+def search(
+    config: Config, dimensions: Dimensions, card: Card, limits: tuple[float, float]
+) -> list[Outcome]:
+    """What was planned on the way to the fastest, beginning with `starts`."""
+    planned: list[Outcome] = []
+    for per_block in starts(dimensions.n_layers):
+        planned.append(outcome(config, dimensions, card, per_block))
+        if is_within(planned[0], limits):
+            return planned  # nothing is faster than to keep everything
+    for _ in range(N_TRIES):
+        mixture = most_promising(planned, limits)
+        if mixture is None:
+            break
+        planned.append(outcome(config, dimensions, card, mixture))
+    return planned
+
+
+def starts(n_layers: int) -> list[tuple[BlockPolicy, ...]]:
+    """The uniform choices, then those that keep the last block: backward begins there, so it is freed first."""
+    uniform = [(policy,) * n_layers for policy in CHEAPEST_FIRST]
+    return uniform + [(*blocks[:-1], "keep") for blocks in uniform[1:]]
+
+
+def is_within(found: Outcome, limits: tuple[float, float]) -> bool:
+    return found.peak_bytes <= limits[0] and found.host_bytes <= limits[1]
+
+
+def refusal(
+    config: Config,
+    dimensions: Dimensions,
+    card: Card,
+    planned: list[Outcome],
+    limits: tuple[float, float],
+) -> str:
+    least = min(planned, key=lambda found: (found.host_bytes > limits[1], found.peak_bytes))
+    return (
+        f"checkpointing.budget_gib: none of {', '.join(CHEAPEST_FIRST)} per block fits "
+        f"{in_words(*limits)}; the least is {in_words(least.peak_bytes, least.host_bytes)} "
+        f"({', '.join(f'{policy} x {len(list(run))}' for policy, run in groupby(least.per_block))}); "
+        f"{recomputed_offload(config, dimensions, card, limits) or advice(config)}"
+    )
+
+
+def in_words(device_bytes: float, host_bytes: float) -> str:
+    on_device = format_bytes(int(device_bytes))
+    if math.isinf(host_bytes):
+        return on_device
+    return f"{on_device} with {format_bytes(int(host_bytes))} of host memory"
+
+
+def recomputed_offload(
+    config: Config, dimensions: Dimensions, card: Card, limits: tuple[float, float]
+) -> str:
+    """What takes less than any choice per block, if it fits: blocks recomputed from inputs that are offloaded."""
+    modes: dict[OffloadMode, OffloadMode] = {
+        "none": "activations",
+        "params": "all",
+        "params_nvme": "all_nvme",
+    }
+    mode = modes.get(config.offload.mode)
+    if mode is None:
+        return ""
+    segments = replace(config.checkpointing, policy="segments")
+    offload = replace(config.offload, mode=mode)
+    changed = replace(config, checkpoint_every=1, checkpointing=segments, offload=offload)
+    if not is_valid(changed):
+        return ""
+    report = predict(changed, dimensions, card).report
+    if report.peak_reserved_bytes > limits[0] or report.host_peak_bytes > limits[1]:
+        return ""
+    return (
+        f"checkpoint_every=1 offload={mode} instead of checkpointing=budget fits: "
+        f"{in_words(report.peak_reserved_bytes, report.host_peak_bytes)}"
+    )
+
+
 def advice(config: Config) -> str:
     smaller = "lower micro_batch or seq_len" if config.micro_batch > 1 else "lower seq_len"
-    return smaller if config.offload.mode == "optimizer" else f"{smaller}, or offload=optimizer"
+    return smaller if config.offload.mode != "none" else f"{smaller}, or offload=optimizer"
 
 
 def budget_bytes(config: Config, card: Card) -> int:
@@ -103,45 +173,77 @@ def outcome(
     config: Config, dimensions: Dimensions, card: Card, per_block: tuple[BlockPolicy, ...]
 ) -> Outcome:
     report = predict(with_choice(config, per_block), dimensions, card).report
-    seconds = estimate_speed(report, card, config.precision.tf32, config.accum).step_seconds
-    return Outcome(per_block, report.peak_reserved_bytes, seconds)
+    tf32 = config.precision.tf32
+    return Outcome(
+        per_block,
+        report.peak_reserved_bytes,
+        report.host_peak_bytes,
+        estimate_speed(report, card, tf32, config.accum).step_seconds,
+        tuple(side_by_side(report, phase, card, tf32) for phase in ("forward", "backward")),
+    )
 
 
-def best_mixture(
-    uniform: dict[BlockPolicy, Outcome], limit_bytes: int, n_layers: int
+def side_by_side(report: Report, phase: str, card: Card, tf32: bool) -> tuple[float, ...]:
+    """Seconds of work of device, host, each way of the link, and files; each grows with the blocks that cause it."""
+    busy = busy_seconds(report.ops, phase, card, tf32)
+    ways = [[op for op in report.ops if op.kind == way] for way in ("h2d", "d2h")]
+    links = [busy_seconds(ops, phase, card, tf32)["host link"] for ops in ways]
+    host_s, files_s = busy["host"], busy["files"]
+    if phase == "forward":  # the host's step, counted as such
+        host_s, files_s = 0.0, max(0.0, files_s - 2 * busy["writes"])
+    return (device_seconds(busy), host_s, *links, files_s)
+
+
+def most_promising(
+    planned: list[Outcome], limits: tuple[float, float]
 ) -> tuple[BlockPolicy, ...] | None:
-    """Counts of each policy with the least time whose bytes, interpolated, stay within the limit.
+    """The mixture expected to fit and to be fastest, or None if what fits already is as fast.
 
-    What is kept is kept in the last blocks: backward frees those first.
+    What the estimate was wrong by for the nearest mixture that was planned is put right.
     """
-    keep = uniform["keep"]
-    per_block = {
-        policy: (
-            (found.peak_bytes - keep.peak_bytes) / n_layers,
-            (found.step_seconds - keep.step_seconds) / n_layers,
-        )
-        for policy, found in uniform.items()
-    }
-    best: tuple[float, tuple[int, ...]] | None = None
-    for counts in compositions(n_layers, len(CHEAPEST_FIRST)):
-        pairs = [(n, *per_block[policy]) for n, policy in zip(counts, CHEAPEST_FIRST, strict=True)]
-        if keep.peak_bytes + sum(n * size for n, size, _ in pairs) > limit_bytes:
-            continue
-        seconds = sum(n * cost for n, _, cost in pairs)
-        if best is None or seconds < best[0]:
-            best = (seconds, counts)
-    if best is None:
+    counts = mixtures(len(planned[0].per_block))
+    known = np.array([[p.per_block.count(policy) for policy in CHEAPEST_FIRST] for p in planned])
+    figures = np.array([(p.peak_bytes, p.host_bytes, p.step_seconds) for p in planned])
+    distances = np.stack([np.abs(counts - one).sum(1) for one in known], 1)
+    wrong_by = figures - estimates(known, planned)
+    expected = estimates(counts, planned) + wrong_by[distances.argmin(1)]
+    best_s = min((p.step_seconds for p in planned if is_within(p, limits)), default=math.inf)
+    promising = (expected[:, :2] <= limits).all(1) & (distances.min(1) > 0)
+    promising &= expected[:, 2] < WORTH_A_TRY * best_s
+    if not promising.any():
         return None
-    ordered = list(zip(best[1], CHEAPEST_FIRST, strict=True))[::-1]
-    return tuple(policy for n, policy in ordered for _ in range(n))
+    fastest = np.where(promising, expected[:, 2], math.inf).argmin()
+    in_order = list(zip(counts[fastest], CHEAPEST_FIRST, strict=True))[::-1]
+    return tuple(policy for n, policy in in_order for _ in range(n))
 
 
-def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to split `total` blocks over `parts` policies."""
-    if parts == 1:
-        return [(total,)]
-    return [
-        (first, *rest)
-        for first in range(total + 1)
-        for rest in compositions(total - first, parts - 1)
-    ]
+def estimates(counts: NDArray[np.int64], planned: list[Outcome]) -> Array:
+    """Peak on the device, host bytes and seconds of each mixture, from the `starts` it lies between."""
+    n_layers, n_policies = len(planned[0].per_block), len(CHEAPEST_FIRST)
+    uniform, last_kept = planned[:n_policies], planned[n_policies : 2 * n_policies - 1]
+    free = counts - (np.arange(n_policies) == 0)  # but for the last block, which is kept
+    return np.where(
+        counts[:, :1] > 0,
+        between(free / max(1, n_layers - 1), [planned[0], *last_kept]),
+        between(counts / n_layers, uniform),
+    )
+
+
+def between(shares: Array, ends: list[Outcome]) -> Array:
+    """`estimates` where each of `ends` has a share: bytes and work are linear, of what works side by side the longest
+    passes."""
+    busy = np.array([end.busy for end in ends])
+    rest_s = np.array([end.step_seconds for end in ends]) - busy.max(2).sum(1)
+    passed_s = np.tensordot(shares, busy, 1).max(2).sum(1)
+    sizes = np.array([(end.peak_bytes, end.host_bytes) for end in ends])
+    return np.column_stack((shares @ sizes, passed_s + shares @ rest_s))
+
+
+def mixtures(n_layers: int) -> NDArray[np.int64]:
+    """How many blocks have each policy, in every way to cut the model in four.
+
+    Recomputed blocks come first, kept ones last: backward frees those first.
+    """
+    cuts = {round(n_layers * i / N_CUTS) for i in range(N_CUTS + 1)} | {n_layers - 1}
+    inner = np.array(list(combinations_with_replacement(sorted(cuts), len(CHEAPEST_FIRST) - 1)))
+    return np.diff(inner, axis=1, prepend=0, append=n_layers)[:, ::-1]

@@ -1,13 +1,22 @@
 """A byte budget: the choice fits, is as fast as the best uniform one, and is the same every time."""
 
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 
 from memtrain.cards import load_card
 from memtrain.engine.build import build_dimensions
 from memtrain.errors import UserError
-from memtrain.planner.budget import CHEAPEST_FIRST, choose, outcome, with_choice
+from memtrain.planner import budget
+from memtrain.planner.budget import (
+    CHEAPEST_FIRST,
+    Outcome,
+    choose,
+    mixtures,
+    outcome,
+    with_choice,
+)
 from memtrain.planner.predict import make_plan
 from memtrain.report.planned import choice_lines, runs
 from memtrain.units import GIB, MIB
@@ -58,7 +67,8 @@ def test_nothing_fits(case):
     tight = replace(wanted, checkpointing=replace(wanted.checkpointing, budget_gib=0.5))
     with pytest.raises(
         UserError,
-        match=r"nothing fits 512.00 MiB; the least is .* lower micro_batch or seq_len, or offload=optimizer",
+        match=r"none of keep, selective, offload, recompute per block fits 512.00 MiB; the least is .* "
+        r"lower micro_batch or seq_len, or offload=optimizer",
     ):
         choose(tight, dimensions, card)
 
@@ -69,3 +79,85 @@ def test_the_choice_in_words(case):
     assert "keep 0-5" in lines[0]
     assert "given up" in lines[1]
     assert runs(["keep", "keep", "offload"]) == ["keep 0-1", "offload 2"]
+
+
+COSTS = {
+    # bytes, host bytes, seconds in forward and backward, seconds of copies each way
+    "keep": (100, 0, 1.0, 2.0, 0.0),
+    "selective": (60, 0, 1.0, 2.4, 0.0),
+    "offload": (10, 100, 1.0, 2.0, 2.0),
+    "recompute": (10, 0, 1.0, 3.0, 0.0),
+}
+
+
+def simulated(config, dimensions, card, per_block):
+    """A link that copies while the device computes, and one block too many unless the last one is kept."""
+    costs = [COSTS[policy] for policy in per_block]
+    peak, host, forward_s, backward_s, copy_s = (sum(column) for column in zip(*costs, strict=True))
+    busy = ((forward_s, 0.0, 0.0, copy_s, 0.0), (backward_s, 0.0, copy_s, 0.0, 0.0))
+    peak += 1000 + (0 if per_block[-1] == "keep" else 100)
+    return Outcome(per_block, peak, host, sum(map(max, busy)), busy)
+
+
+@pytest.fixture
+def simulation(monkeypatch, case):
+    """`choose` where planning is the sum above, within so many bytes."""
+    wanted, dimensions, card = case
+    monkeypatch.setattr(budget, "outcome", simulated)
+
+    def chosen(limit_bytes, host_bytes=None):
+        monkeypatch.setattr(budget, "budget_bytes", lambda config, card: limit_bytes)
+        return choose(wanted, dimensions, card, host_bytes)
+
+    return chosen
+
+
+@pytest.mark.parametrize("limit_bytes", range(1150, 1600, 50))
+def test_copies_that_computing_hides_are_used_and_no_more(simulation, limit_bytes):
+    every = [simulated(None, None, None, blocks) for blocks in product(CHEAPEST_FIRST, repeat=6)]
+    least = min(found.step_seconds for found in every if found.peak_bytes <= limit_bytes)
+    choice = simulation(limit_bytes)
+    assert choice.peak_bytes <= limit_bytes
+    assert choice.step_seconds <= 1.01 * least
+    assert choice == simulation(limit_bytes)
+
+
+def test_what_fits_with_the_last_block_kept_alone_is_found(simulation):
+    assert simulation(1150).per_block[-1] == "keep"
+    with pytest.raises(UserError):
+        simulation(1149)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 47, 200, 10_000])
+def test_a_deep_model_has_no_more_mixtures_to_weigh(n_layers):
+    counts = mixtures(n_layers)
+    assert len(counts) < 25_000
+    assert set(counts.sum(1)) == {n_layers}
+    assert counts.min() >= 0
+
+
+def test_recomputed_blocks_whose_inputs_are_offloaded_are_named_where_they_fit(monkeypatch, case):
+    """They take less than any choice per block."""
+    wanted, dimensions, card = case
+    monkeypatch.setattr(
+        budget, "outcome", lambda *case: replace(simulated(*case), peak_bytes=100 * GIB)
+    )
+    small = replace(wanted, checkpointing=replace(wanted.checkpointing, budget_gib=3.0))
+    with pytest.raises(
+        UserError, match=r"; checkpoint_every=1 offload=activations instead .* fits"
+    ):
+        choose(small, dimensions, card)
+
+
+@pytest.mark.slow
+def test_a_last_block_that_is_kept_may_take_less_than_one_that_is_not(config):
+    wanted = config(*SHAPE, "model.n_layers=4")
+    dimensions, card = build_dimensions(wanted, 2048), load_card("a100_80gb")
+    recompute, kept = (
+        outcome(wanted, dimensions, card, ("recompute",) * 3 + last)
+        for last in (("recompute",), ("keep",))
+    )
+    assert kept.peak_bytes < recompute.peak_bytes
+    limit_gib = kept.peak_bytes / GIB
+    tight = replace(wanted, checkpointing=replace(wanted.checkpointing, budget_gib=limit_gib))
+    assert choose(tight, dimensions, card).peak_bytes <= kept.peak_bytes
