@@ -83,6 +83,8 @@ class _Phantom:
         meter.watch.on_new_root()
         # In the caller's thread: the engine has no queue for a device it did not know at its start.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        eager = torch.compiler.set_stance("force_eager")  # what is measured is eager code
+        stack.enter_context(eager)
         stack.enter_context(meter.fake)
         stack.enter_context(meter)
 

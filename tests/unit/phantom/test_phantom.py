@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -633,3 +634,18 @@ def test_out_of_memory_inside_backward_is_raised_after_it() -> None:
         x[:1024].sin().sum().backward()  # and the capacity holds again
         with pytest.raises(OutOfMemoryError):
             torch.zeros(64 * 2**20, device=gpu.device)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_code_is_measured_as_eager_code(in_place: bool) -> None:
+    def peak(compiled: bool) -> int:
+        with PhantomGPU() as gpu:
+            model: Any = nn.Sequential(nn.Linear(64, 64), nn.GELU()).to(gpu.device)
+            if compiled and in_place:
+                model.compile()
+            elif compiled:
+                model = torch.compile(model)
+            model(torch.empty(8, 64, device=gpu.device)).sum().backward()
+        return gpu.report().peak_allocated_bytes
+
+    assert peak(compiled=True) == peak(compiled=False) > 0
