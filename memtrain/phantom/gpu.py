@@ -98,7 +98,7 @@ class _Phantom:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside is `forward`, `backward`, `optimizer` or `other`, whatever it looks like."""
-        assert name in PHASES, name
+        _known(name, "phase", PHASES)
         before, self.meter.phase_name = self.meter.phase_name, name
         try:
             yield
@@ -108,7 +108,7 @@ class _Phantom:
 
     def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Say what `tensors` are, where it does not show (a hand-made optimizer's state)."""
-        assert category in CATEGORIES, category
+        _known(category, "category", CATEGORIES)
         for t in tensors:
             self.meter.mark(t, category)
 
@@ -157,8 +157,12 @@ class PhantomGPU(_Phantom):
         self.device = backend.register()
         if isinstance(card, str):
             card = _card(card)
+        if not isinstance(card, Card):
+            raise UserError(f"{card!r} is no card: give a name of conf/gpu or a Card")
         if capacity_bytes is None:
             capacity_bytes = card.memory_bytes - card.context_bytes
+        if capacity_bytes < 1:
+            raise UserError(f"capacity_bytes is {capacity_bytes}: give at least 1")
         allocator = CachingAllocator(capacity_bytes, expandable_segments, enforce_capacity)
         super().__init__(Meter(self.device.type, card, allocator))
 
@@ -193,6 +197,11 @@ def _card(name: str) -> Card:
         return load_card(name)
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _known(name: str, what: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise UserError(f"unknown {what} {name!r}: choose one of {', '.join(names)}")
 
 
 _MISSING = object()

@@ -18,6 +18,7 @@ from memtrain.phantom.ledger import (
     Ledger,
     Record,
 )
+from memtrain.units import MIB
 
 CATEGORIES = (
     "weights",
@@ -108,6 +109,18 @@ class Report:
     """From files and to them, by operators named `file_read` and `file_write`."""
     nvme_written_bytes: int
     ops: list[OpUse]
+
+    def __str__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        peaks = (self.peak_allocated_bytes, self.peak_active_bytes, self.peak_reserved_bytes)
+        allocated, active, reserved = (f"{size / MIB:.1f} MiB" for size in peaks)
+        lines = [
+            f"{self.card}: {fits}",
+            f"peak in {self.peak_phase}: {allocated} allocated, {active} active, {reserved} reserved",
+        ]
+        by_size = sorted(self.categories.items(), key=lambda item: -item[1])
+        lines += [f"  {name}: {size / MIB:.1f} MiB" for name, size in by_size]
+        return "\n".join(lines)
 
     @property
     def flops(self) -> dict[str, int]:

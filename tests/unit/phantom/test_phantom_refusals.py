@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -134,3 +135,28 @@ def test_an_error_inside_backward_is_told_before_the_engine_ends(call: str) -> N
     assert ended.returncode != 0
     assert "ValueError: of the program's own" in ended.stderr
     assert "in fails" in ended.stderr
+
+
+@pytest.mark.parametrize("card", [None, 3])
+def test_what_is_no_card_is_refused(card: Any) -> None:
+    with pytest.raises(UserError, match="is no card"):
+        PhantomGPU(card)
+
+
+def test_a_capacity_phase_or_category_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="at least 1"):
+        PhantomGPU(capacity_bytes=0)
+    with PhantomGPU() as gpu:
+        with pytest.raises(UserError, match="'eval': choose one of forward"), gpu.phase("eval"):
+            pass
+        with pytest.raises(UserError, match="'gradient': choose one of weights, gradients"):
+            gpu.label([], "gradient")
+
+
+def test_a_report_can_be_printed() -> None:
+    with PhantomGPU() as gpu:
+        gpu.label([torch.empty(2**20, device=gpu.device)], "weights")
+    lines = str(gpu.report()).splitlines()
+    assert lines[0].endswith("fits")
+    assert lines[1] == "peak in other: 4.0 MiB allocated, 4.0 MiB active, 20.0 MiB reserved"
+    assert lines[2:] == ["  weights: 4.0 MiB"]
