@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--phantom", action="store_true", help="measure on the phantom itself")
     parser.add_argument("--most", type=int, default=len(CONFIGS), help="only the first so many")
     arguments = parser.parse_args()
+    if arguments.most < 1:
+        parser.error(f"--most {arguments.most}: must be at least 1")
     if not (torch.cuda.is_available() or arguments.phantom):
         print("no CUDA GPU here: nothing to check (--phantom tries the script without one)")
         return
