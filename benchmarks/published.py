@@ -24,12 +24,28 @@ from measure import print_rows, save_result
 from torch import nn
 
 from memtrain.cards import load_card
+from memtrain.model.hf import dtype_argument
 from memtrain.phantom import PhantomGPU, Report
 from memtrain.planner.speed import estimate_speed
 from memtrain.units import MIB, gib
 
 N_STEPS = 2
 Row = dict[str, str]
+COLUMNS = (
+    *(
+        "id",
+        "gpu",
+        "hf_config",
+        "quantization",
+        "micro_batch",
+        "seq_len",
+        "param_dtype",
+        "autocast",
+    ),
+    *("gradient_checkpointing", "optimizer", "clip", "peak_allocated_bytes"),
+    *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
+)
+"""What a row needs; what it was measured with, nvidia-smi's figure and the speed may be left out."""
 
 
 def main() -> None:
@@ -42,8 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.packages:
         sys.path.insert(0, arguments.packages)
-    with arguments.rows.open(encoding="utf-8", newline="") as file:
-        found = [compare(row, arguments.rows.parent) for row in csv.DictReader(file)]
+    found = [compare(row, arguments.rows.parent) for row in read_rows(arguments.rows)]
     columns = ("row", "predicted GiB", "measured GiB", "error", "in all MiB", "nvidia-smi MiB", "error",
                "tok/s", "measured", "error", "note")  # fmt: skip
     print_rows("peak allocated, device total, speed", columns, [cells(result) for result in found])
@@ -52,11 +67,27 @@ def main() -> None:
         print(save_result(name, ("torch", "transformers", "peft"), {"rows": found}))
 
 
+def read_rows(path: Path) -> list[Row]:
+    """Ends the script with one line for a file or columns that are not there."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows, names = list(reader), reader.fieldnames or ()
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"--rows {path}: cannot be read: {error}")
+    if missing := [name for name in COLUMNS if name not in names]:
+        sys.exit(f"--rows {path}: has no column {', '.join(missing)}; add it")
+    return rows
+
+
 def compare(row: Row, folder: Path) -> dict[str, Any]:
     """Predicted beside measured; a row that cannot be built here says why."""
     result: dict[str, Any] = {"id": row["id"], "note": note(row)}
     if row["quantization"]:
         return result | {"note": f"{row['quantization']} weights: not available in this version"}
+    name = row["optimizer"].partition(" ")[0]
+    if name.lower() != "adamw":
+        return result | {"note": f"optimizer {name or 'not named'}: only adamw is predicted"}
     card = load_card(row["gpu"].replace("-", "_"))
     report = run(row, folder)
     speed = estimate_speed(report, card, tf32=False)
@@ -65,10 +96,16 @@ def compare(row: Row, folder: Path) -> dict[str, Any]:
         "predicted_bytes": report.peak_allocated_bytes,
         "measured_bytes": int(row["peak_allocated_bytes"]),
         "predicted_total_mib": (report.peak_reserved_bytes + card.context_bytes) / MIB,
-        "measured_total_mib": float(row["nvidia_smi_mib"]),
+        "measured_total_mib": figure(row, "nvidia_smi_mib"),
         "predicted_tokens_per_s": tokens / speed.step_seconds,
-        "measured_tokens_per_s": float(row["tokens_per_s"]),
+        "measured_tokens_per_s": figure(row, "tokens_per_s"),
     }
+
+
+def figure(row: Row, column: str) -> float | None:
+    """None for what was not measured."""
+    text = row.get(column) or ""
+    return float(text) if text.strip() else None
 
 
 def run(row: Row, folder: Path) -> Report:
@@ -110,7 +147,9 @@ def build(row: Row, folder: Path) -> nn.Module:
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, torch_dtype=getattr(torch, row["param_dtype"]), attn_implementation="sdpa"
+            config,
+            attn_implementation="sdpa",
+            **{dtype_argument(config): getattr(torch, row["param_dtype"])},
         )
         if row["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -137,7 +176,9 @@ def with_adapters(row: Row, model: Any) -> nn.Module:
 def note(row: Row) -> str:
     """Where what is installed is not what was measured."""
     measured = dict(
-        part.strip().rsplit(" ", 1) for part in row["software"].split(",") if " " in part.strip()
+        part.strip().rsplit(" ", 1)
+        for part in (row.get("software") or "").split(",")
+        if " " in part.strip()
     )
     names = ("transformers", "peft") if row["lora_rank"] else ("transformers",)
     return "; ".join(
@@ -168,8 +209,9 @@ def numbers(result: dict[str, Any]) -> Iterator[str]:
         ("predicted_tokens_per_s", "measured_tokens_per_s", "{:.0f}".format),
     ):
         yield show(result[predicted])
-        yield show(result[measured])
-        yield f"{result[predicted] / result[measured] - 1:+.2%}"
+        known = result[measured]
+        yield show(known) if known else "-"
+        yield f"{result[predicted] / known - 1:+.2%}" if known else "-"
 
 
 if __name__ == "__main__":

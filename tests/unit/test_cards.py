@@ -1,4 +1,6 @@
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -79,6 +81,40 @@ def test_a_card_in_bytes() -> None:
 )
 def test_slices_and_slower_sisters_have_no_data_sheet(device: str, memory_gib: float) -> None:
     assert match_card(device, int(memory_gib * 2**30)) is None
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CARDS_DIR.parents[1] / "benchmarks"))
+    return importlib.import_module("published")
+
+
+def test_published_rows_are_refused_in_one_line(published: ModuleType, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    with pytest.raises(SystemExit, match=r"rows\.csv: cannot be read"):
+        published.read_rows(rows)
+    rows.write_text(",".join(set(published.COLUMNS) - {"clip"}) + "\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"rows\.csv: has no column clip; add it"):
+        published.read_rows(rows)
+
+
+def test_a_published_row_may_lack_what_was_not_measured(published: ModuleType) -> None:
+    row = dict.fromkeys(published.COLUMNS, "") | {"id": "one", "optimizer": "sgd"}
+    assert published.note(row) == ""
+    assert "optimizer sgd" in published.compare(row, Path())["note"]
+    assert published.figure({"tokens_per_s": ""}, "tokens_per_s") is None
+    result = {"id": "one", "note": ""}
+    for name in ("bytes", "total_mib", "tokens_per_s"):
+        result |= {f"predicted_{name}": 2**30, f"measured_{name}": None}
+    assert published.cells(result)[2:4] == ["-", "-"]
+
+
+def test_gpu_check_needs_a_configuration(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(CARDS_DIR.parents[1] / "benchmarks"))
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--phantom", "--most", "0"])
+    with pytest.raises(SystemExit):
+        importlib.import_module("gpu_check").main()
+    assert "--most 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_auto_is_the_a100_with_a_mark() -> None:
