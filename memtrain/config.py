@@ -655,11 +655,24 @@ def _mlp_chunks_are_pieces(config: Config) -> None:
         raise UserError(
             f"model.mlp_chunks={chunks}: more pieces than seq_len={config.seq_len} tokens"
         )
-    if chunks > 1 and config.checkpointing.policy == "selective":
+    chunked = named_blocks(
+        config.model.mlp_chunk_blocks, config.model.n_layers, "model.mlp_chunk_blocks"
+    )
+    if chunks > 1 and selective_blocks(config).intersection(chunked):
         raise UserError(
-            f"model.mlp_chunks={chunks}: with checkpointing=selective products would be kept and computed again; "
-            "use one of the two"
+            f"model.mlp_chunks={chunks}: with checkpointing={config.checkpointing.policy} products of a block would be "
+            "kept and computed again; use one of the two, or other blocks in model.mlp_chunk_blocks"
         )
+
+
+def selective_blocks(config: Config) -> set[int]:
+    """Blocks that are, or with a budget may be, recomputed selectively."""
+    wanted, n_layers = config.checkpointing, config.model.n_layers
+    if wanted.policy == "per_block":
+        return {i for i, policy in enumerate(wanted.per_block) if policy == "selective"}
+    if wanted.policy == "selective":
+        return set(named_blocks(wanted.blocks, n_layers, "checkpointing.blocks"))
+    return set(range(n_layers)) if wanted.policy == "budget" else set()
 
 
 def _hf_is_planned(config: Config) -> None:

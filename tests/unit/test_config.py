@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
+from workbench import Workbench
 
-from memtrain.config import Config, no_effect_warnings, parse, segment_blocks
+from memtrain.config import Config, last_segment, no_effect_warnings, parse, segment_blocks
 from memtrain.errors import UserError
 
 Compose = Callable[..., Config]
@@ -232,11 +233,29 @@ def test_the_defaults_warn_of_nothing(config: Compose) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    ["model.mlp_chunks=200 seq_len=128", "model.mlp_chunks=2 checkpointing=selective"],
+    [
+        "model.mlp_chunks=200 seq_len=128",
+        "model.mlp_chunks=2 checkpointing=selective",
+        "model.mlp_chunks=2 checkpointing=selective model.mlp_chunk_blocks=1-2 checkpointing.blocks=2-3",
+        "model.mlp_chunks=2 checkpointing=per_block checkpointing.per_block=[selective,keep,keep,keep]",
+        "model.mlp_chunks=2 checkpointing=budget",
+        "model.mlp_chunks=2 checkpointing=budget model.mlp_chunk_blocks=0",
+    ],
 )
 def test_mlp_chunks_that_cannot_help_are_refused(overrides: str, config: Compose) -> None:
     with pytest.raises(UserError, match=r"^model.mlp_chunks="):
         config(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model.mlp_chunk_blocks=0 checkpointing=selective checkpointing.blocks=3",
+        "model.mlp_chunk_blocks=1-3 checkpointing=per_block checkpointing.per_block=[selective,keep,keep,recompute]",
+    ],
+)
+def test_mlp_chunks_of_other_blocks_are_accepted(overrides: str, tiny: Compose) -> None:
+    assert tiny("model.mlp_chunks=2", *overrides.split()).model.mlp_chunks == 2
 
 
 @pytest.mark.parametrize(
@@ -256,6 +275,26 @@ def test_activations_that_cannot_leave_warn(overrides: str, tiny: Compose) -> No
     parts = re.findall(r"(?:[^ ']|'[^']*')+", overrides)
     (found,) = no_effect_warnings(tiny("offload=activations", *parts))
     assert found.startswith("offload=activations moves no activations: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint_every=3"],
+        ["checkpointing=sqrt"],
+        ["checkpointing=alternate", "checkpoint_every=2"],
+        ["checkpoint_every=2", "checkpointing.blocks=1-3"],
+        ["checkpoint_every=3", "checkpointing.blocks='0,last 2'"],
+        ["checkpoint_every=2", "checkpointing.blocks='first 3'"],
+        ["checkpointing=selective"],
+    ],
+    ids=" ".join,
+)
+def test_the_last_segment_is_that_of_the_model(
+    overrides: list[str], tiny: Compose, bench: Workbench
+) -> None:
+    wanted = tiny(*overrides)
+    assert last_segment(wanted) == set(bench.step(wanted).model.segments[-1].blocks)
 
 
 def test_a_last_block_that_is_to_leave_warns(tiny: Compose) -> None:
