@@ -1,5 +1,6 @@
 """Selective recomputation, chunked MLPs and choices per block: the same numbers, recomputing exactly what is said."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -118,6 +119,61 @@ def test_chunked_mlp_runs_once_per_piece_and_again(tiny, bench):
     assert counted["gelu"] == 2 * (4 + 4) + 2
 
 
+TECHNIQUES = {
+    "recompute": ("checkpoint_every=2",),
+    "selective": ("checkpointing=selective",),
+    "mlp chunks": ("model.mlp_chunks=2",),
+    "chunked loss": ("loss=chunked", "loss.chunk_mib=1"),
+}
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("trained", ["last 1", "first 1", "blocks.*.mlp.*"])
+def test_frozen_layers_leave_the_gradients_of_the_rest(tiny, bench, technique, trained):
+    window = bench.window(bench.samples(n=40), 20)  # two chunks of the loss
+    base = (f"model.train_only='{trained}'", "loss=full")
+    plain = bench.gradients(bench.step(tiny(*base)), window)
+    ours = bench.gradients(bench.step(tiny(*base, *TECHNIQUES[technique])), window)
+    assert ours.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_an_exception_in_backward_leaves_nothing_alive(tiny, bench, technique):
+    def living() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    window = bench.window(bench.samples(n=40), 20)
+    step = bench.step(tiny(*TECHNIQUES[technique]))
+    plain = bench.gradients(step, window)
+    step.model.zero_grad()
+    before = living()
+
+    def fail(grad):
+        raise RuntimeError("in the middle")
+
+    handle = step.model.get_parameter("blocks.1.mlp.up.weight").register_hook(fail)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            step.accumulate(window)
+        step.model.zero_grad()
+    handle.remove()
+    ours = bench.gradients(step, window)
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    step.model.zero_grad()
+    del ours
+    assert living() <= before
+
+
+def test_chunked_mlps_in_evaluation_are_the_whole(tiny, bench):
+    tokens = bench.samples().tokens
+    base = "model.dropout=0.5"
+    found = [bench.step(tiny(base, f"model.mlp_chunks={n}")).model.eval()(tokens) for n in (1, 3)]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
 SHAPE = (
     "model=small",
     "model.n_layers=8",
@@ -156,7 +212,10 @@ KEPT = {
     # the block's input 4; products: q k v 6, out 2, up 8, down 2; attention 2
     ("checkpointing=selective",): (24, 4, 0),
     ("checkpointing=selective", "checkpointing.keep=[attention]"): (6, 4, 0),
+    # two of the four products: out 2, down 2
+    ("checkpointing=selective", "checkpointing.matmul_fraction=0.5"): (10, 4, 0),
     ("checkpoint_every=1",): (4, 0, 0),
+    ("checkpoint_every=2",): (2, 0, 0),  # one input for two blocks
     # as above up to the second norm's input, and no more
     ("model.mlp_chunks=8",): (18, 4, 8),
 }
