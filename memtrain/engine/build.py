@@ -21,7 +21,7 @@ from memtrain.config import (
     DataConfig,
     TokenizerConfig,
     named_blocks,
-    offloads_activations,
+    offloaded_blocks,
     optimizer_home,
     resolve_path,
     resolved_n_kv_heads,
@@ -381,16 +381,6 @@ def offload_blocks(config: Config, model: Transformer) -> None:
     for index, segment in enumerate(model.segments):  # all: what stays, too, tells when to fetch
         kept = index == last or not chosen.intersection(segment.blocks)
         model.segments[index] = offload.wrap(segment, keep=kept)
-
-
-def offloaded_blocks(config: Config) -> set[int]:
-    if config.checkpointing.policy == "per_block":
-        return {i for i, policy in enumerate(config.checkpointing.per_block) if policy == "offload"}
-    if not offloads_activations(config):
-        return set()
-    named = named_blocks(config.offload.blocks, config.model.n_layers, "")
-    share = config.offload.activations_fraction
-    return {block for k, block in enumerate(named) if int((k + 1) * share) > int(k * share)}
 
 
 def recompute_blocks(config: Config, model: Transformer) -> None:
