@@ -631,8 +631,12 @@ def check_host_memory(
     except PlanningFailed:
         found = []
     nearest = " ".join(found[0]["overrides"]) if found else "a smaller model; nothing nearby does"
+    offload, checkpointing = (question["tree"][key] for key in ("offload", "checkpointing"))
+    asked = f"offload={offload['mode']}"
+    if checkpointing["policy"] == "per_block" and "offload" in checkpointing["per_block"]:
+        asked = "checkpointing=per_block" + (f" {asked}" if offload["mode"] != "none" else "")
     raise UserError(
-        f"offload={question['tree']['offload']['mode']}: needs {format_bytes(plan['host_bytes'])} of host memory "
+        f"{asked}: needs {format_bytes(plan['host_bytes'])} of host memory "
         f"({format_bytes(plan['host_pinned_bytes'])} of it pinned), {format_bytes(free_bytes)} are free; "
         f"what fits: {nearest}"
     )
@@ -673,8 +677,10 @@ def resolve_budget(config: Config, place: Place, vocab_size: int, device: torch.
         return config
     if place.planner is None:
         raise UserError("checkpointing=budget: is chosen by planning; drop plan=off")
-    card = asdict(chosen_card(config, device))
-    place.planner.ask("budget", tree=asdict(config), vocab_size=vocab_size, card=card)
+    question = {"tree": asdict(config), "vocab_size": vocab_size}
+    question |= {"card": asdict(chosen_card(config, device))}
+    free_bytes = None if device.type == "cpu" else free_host_bytes()
+    place.planner.ask("budget", **question, host_bytes=free_bytes)
     try:
         choice = place.planner.answer()
     except PlanningFailed as error:

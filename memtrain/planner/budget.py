@@ -112,15 +112,17 @@ def refusal(
     limits: tuple[float, float],
 ) -> str:
     least = min(planned, key=lambda found: (found.host_bytes > limits[1], found.peak_bytes))
+    least_host_bytes = least.host_bytes if math.isfinite(limits[1]) else math.inf
     return (
         f"checkpointing.budget_gib: none of {', '.join(CHEAPEST_FIRST)} per block fits "
-        f"{in_words(*limits)}; the least is {in_words(least.peak_bytes, least.host_bytes)} "
+        f"{in_words(*limits)}; the least is {in_words(least.peak_bytes, least_host_bytes)} "
         f"({', '.join(f'{policy} x {len(list(run))}' for policy, run in groupby(least.per_block))}); "
         f"{recomputed_offload(config, dimensions, card, limits) or advice(config)}"
     )
 
 
 def in_words(device_bytes: float, host_bytes: float) -> str:
+    """Infinite host memory is none that counts."""
     on_device = format_bytes(int(device_bytes))
     if math.isinf(host_bytes):
         return on_device

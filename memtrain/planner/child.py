@@ -91,7 +91,7 @@ def respond(
     if kind == "plan":
         return make_plan(config, dimensions, gpu)
     if kind == "budget":
-        return asdict(choose(config, dimensions, gpu))
+        return asdict(choose(config, dimensions, gpu, host_bytes))
     return [asdict(found) for found in suggest(config, dimensions, gpu, host_bytes=host_bytes)]
 
 

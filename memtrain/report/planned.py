@@ -63,6 +63,11 @@ def plan_table(plan: Plan) -> Table:
 
 def choice_lines(choice: Mapping[str, Any]) -> list[str]:
     """What a byte budget chose per block, and what was given up for it."""
+    if set(choice["per_block"]) == {"keep"}:
+        return [
+            f"budget     {format_bytes(choice['limit_bytes'])}: everything is kept: it fits "
+            f"({format_bytes(choice['peak_bytes'])} reserved)"
+        ]
     slower = choice["step_seconds"] / choice["keep_step_seconds"] - 1
     saved = choice["keep_peak_bytes"] - choice["peak_bytes"]
     return [

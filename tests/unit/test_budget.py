@@ -75,8 +75,11 @@ def test_nothing_fits(case):
 
 def test_the_choice_in_words(case):
     wanted, dimensions, card = case
-    lines = choice_lines(asdict(choose(wanted, dimensions, card)))
-    assert "keep 0-5" in lines[0]
+    kept = asdict(choose(wanted, dimensions, card))
+    (line,) = choice_lines(kept)
+    assert "everything is kept" in line
+    lines = choice_lines(kept | {"per_block": ["recompute", *["keep"] * 5]})
+    assert "recompute 0" in lines[0]
     assert "given up" in lines[1]
     assert runs(["keep", "keep", "offload"]) == ["keep 0-1", "offload 2"]
 
@@ -120,6 +123,13 @@ def test_copies_that_computing_hides_are_used_and_no_more(simulation, limit_byte
     assert choice.peak_bytes <= limit_bytes
     assert choice.step_seconds <= 1.01 * least
     assert choice == simulation(limit_bytes)
+
+
+def test_host_memory_is_a_limit_as_well(simulation):
+    assert "offload" in simulation(1300).per_block
+    choice = simulation(1300, host_bytes=99)
+    assert "offload" not in choice.per_block
+    assert choice.peak_bytes <= 1300
 
 
 def test_what_fits_with_the_last_block_kept_alone_is_found(simulation):

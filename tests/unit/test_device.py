@@ -18,7 +18,7 @@ from memtrain.device import (
     select_device,
 )
 from memtrain.errors import UserError
-from memtrain.planner.child import PlannerProcess
+from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.tasks import check_host_memory
 
 TINY_OFFLOAD = ("offload=optimizer", "model.dim=256", "model.vocab_size=4096")
@@ -54,6 +54,24 @@ def test_what_the_host_has_no_room_for_is_refused_with_the_nearest_setting_that_
     remedy = message.rpartition("what fits: ")[2].split()
     nearer = make_plan_apart(tiny(*TINY_OFFLOAD, *remedy), card)
     assert nearer["host_bytes"] <= plan["host_bytes"] // 2
+
+
+class NoAdvice:
+    """A planner that finds nothing."""
+
+    def ask(self, kind, **question):
+        self.kind = kind
+
+    def answer(self):
+        raise PlanningFailed("nothing")
+
+
+def test_activations_that_a_budget_offloads_are_named():
+    checkpointing = {"policy": "per_block", "per_block": ["offload", "keep"]}
+    tree = {"offload": {"mode": "none"}, "checkpointing": checkpointing}
+    plan = {"host_bytes": 2**31, "host_pinned_bytes": 2**30}
+    with pytest.raises(UserError, match=r"^checkpointing=per_block: needs 2\.00 GiB"):
+        check_host_memory(plan, 2**30, NoAdvice(), {"tree": tree})
 
 
 def make_plan_apart(config, card):
