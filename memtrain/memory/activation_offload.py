@@ -92,7 +92,7 @@ class _Moved:
         return self._buffer[: self.n_elements]
 
     def arrive(self, on_device: Tensor, wait: Callable[[], None]) -> None:
-        """`on_device` is being filled; `wait` makes the compute stream wait for that."""
+        """`on_device` is being copied; `wait` makes the compute stream wait for that."""
         self.on_device, self._wait = on_device, wait
 
     def settle(self) -> None:
@@ -101,7 +101,7 @@ class _Moved:
             self._wait = None
 
     def drop(self) -> None:
-        self.settle()  # nobody may get the device memory while it is being filled
+        self.settle()  # nobody may get the device memory while it is being copied
         self.on_device = None
         if self._buffer is not None:
             self._pool.give(self._buffer)
@@ -232,6 +232,8 @@ class ActivationOffload:
         to_host.wait_event(call.compute.record_event())
         with device_module(call.device).stream(to_host):
             moved.host.copy_(source, non_blocking=True)
+        # It may be dropped before `_end` has waited: by a forward pass that fails, or the last segment's backward.
+        moved.arrive(source, partial(call.compute.wait_event, to_host.record_event()))
         self.moved_bytes += source.nbytes
         return moved
 
