@@ -59,6 +59,7 @@ class Record:
         "key",
         "module",
         "op",
+        "readers",
         "ref",
         "size_bytes",
         "space",
@@ -85,6 +86,11 @@ class Record:
         self.users: set[int] | None = None  # other streams, by `record_stream`
         self.write_stream = stream
         self.write_tick = 0
+        self.readers: dict[int, int] | None = None  # streams and their ticks, since the last write
+
+    def uses(self) -> dict[int, int]:
+        """The streams whose work on it is not known to be over, and the last tick of each."""
+        return {self.write_stream: self.write_tick, **(self.readers or {})}
 
 
 class Ledger:
@@ -144,7 +150,7 @@ class Ledger:
     def free(self, record: Record, keep_active: bool = False) -> None:
         if self.known.get(record.key) is record:
             del self.known[record.key]
-        record.ref = None
+        record.ref = record.readers = None
         record.died = len(self.spans) - 1
         if not record.size_bytes:
             return

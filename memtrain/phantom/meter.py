@@ -118,6 +118,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._task_depth = 0
         self._workspaces: set[tuple[bool, int]] = set()
         self._pending: list[tuple[Record, dict[int, int]]] = []
+        self._freed_early: list[tuple[Record, dict[int, int]]] = []
         self._handlers: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._item,
             aten.is_pinned.default: self._is_pinned,
@@ -414,12 +415,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dead = self.ledger.dead
         while dead:
             record = dead.popleft().record
-            if record.died is not None:
-                continue
-            waits_for = self._waits_for(record)
-            self.ledger.free(record, keep_active=bool(waits_for))
-            if waits_for:
-                self._pending.append((record, waits_for))
+            if record.died is None:
+                self._free(record)
+
+    def _free(self, record: Record) -> None:
+        waits_for, unfinished = self._waits_for(record), self._unfinished(record)
+        self.ledger.free(record, keep_active=bool(waits_for))
+        if waits_for:
+            self._pending.append((record, waits_for))
+        if unfinished:
+            self._freed_early.append((record, unfinished))
 
     def _waits_for(self, record: Record) -> dict[int, int]:
         """Streams that `record_stream` named, and the tick each has reached."""
@@ -431,6 +436,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.schedule.happened(record.stream, user, tick):
                 ticks[user] = tick
         return ticks
+
+    def _unfinished(self, record: Record) -> dict[int, int]:
+        """Streams that still use its block, which the allocator does not know of, and their ticks."""
+        if record.block is None or not self.schedule.tracking:
+            return {}
+        return {
+            user: tick
+            for user, tick in record.uses().items()
+            if not self.schedule.happened(record.stream, user, tick)
+            and user not in (record.users or ())
+        }
 
     def _retire(self) -> None:
         """Let go of the blocks whose other streams have been waited for."""
@@ -461,7 +477,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if record is None or size_bytes == record.asked_bytes:
             return
         new = self._allocate(record.space, size_bytes, record.op)
-        self.ledger.free(record)
+        new.write_tick = self.schedule.last_tick(
+            new.stream
+        )  # who had the block before is done then
+        self._free(record)
         new.category, new.module = record.category, record.module
         self.ledger.watch(new, storage)
 
@@ -538,42 +557,90 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_order(self, func: Any, args: Any, kwargs: Any) -> None:
         inputs = flat_tensors(args, kwargs)
         on_device = any(t.device.type == self.device_type for t in inputs)
-        reader = self.schedule.current.stream_id if on_device else HOST
+        user = self.schedule.current.stream_id if on_device else HOST
+        operator, targets = str(func), _overwritten(func, args, kwargs)
         for t in inputs:
-            self._check_read(t, reader, str(func))
+            check = self._check_write if id(t) in targets else self._check_read
+            check(t, user, operator)
 
     def _check_read(self, t: Any, reader: int, operator: str) -> None:
         record = self.ledger.find(t.untyped_storage())
         if record is None:
             return
         writer, tick = record.write_stream, record.write_tick
-        if tick and not self.schedule.happened(reader, writer, tick):
-            who = "the host" if reader == HOST else f"stream {reader}"
-            self._fail(
-                RaceError(
-                    f"{operator}{self._where()}: {who} reads a {record.space} tensor of shape "
-                    f"{list(t.shape)} that stream {writer} writes, and has not waited for it: "
-                    "wait_stream, wait_event or synchronize first"
-                )
+        if not self.schedule.happened(reader, writer, tick):
+            self._race(operator, reader, f"reads {_said(record, t)} that stream {writer} writes")
+
+    def _check_write(self, t: Any, writer: int, operator: str) -> None:
+        record = self.ledger.find(t.untyped_storage())
+        if record is None:
+            return
+        for user, tick in record.uses().items():
+            if not self.schedule.happened(writer, user, tick):
+                does = "reads" if user in (record.readers or ()) else "writes"
+                self._race(operator, writer, f"writes {_said(record, t)} that stream {user} {does}")
+
+    def _race(self, operator: str, user: int, what: str) -> None:
+        who = "the host" if user == HOST else f"stream {user}"
+        self._fail(
+            RaceError(
+                f"{operator}{self._where()}: {who} {what}, and has not waited for it: "
+                "wait_stream, wait_event or synchronize first"
             )
+        )
+
+    def _check_reuse(self, stream: Stream, operator: str) -> None:
+        """What was freed too early goes to the next operator of the stream that took it."""
+        owner = stream.stream_id
+        due = [freed for freed in self._freed_early if freed[0].stream == owner]
+        self._freed_early = [freed for freed in self._freed_early if freed[0].stream != owner]
+        for record, unfinished in due:
+            for user, tick in unfinished.items():
+                if not self.schedule.happened(owner, user, tick):
+                    self._fail(
+                        RaceError(
+                            f"{operator}{self._where()}: stream {owner} may get the memory of a tensor "
+                            f"of {record.asked_bytes} bytes, made by {record.op}, that was freed while "
+                            f"stream {user} uses it: wait_stream or wait_event before it is freed, or "
+                            "record_stream"
+                        )
+                    )
 
     def _order(self, entry: Entry, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """The operator's tick on its stream, noted at what it wrote."""
+        """The operator's tick on its stream, noted at what it read and wrote."""
         if not entry.on_device:
             for t in _written(func, args, kwargs, out):
                 self._note(t, HOST, 0)
             return
         stream: Stream = self.schedule.current
+        if self._freed_early:
+            self._check_reuse(stream, str(func))
         tick = self.schedule.tick(stream)
         if entry.transfer is not None and not _is_async(func, args, kwargs, self._is_pinned, out):
             merge(self.schedule.host, stream.clock)
+        self._note_read(flat_tensors(args, kwargs), stream.stream_id, tick)
         for t in _written(func, args, kwargs, out):
             self._note(t, stream.stream_id, tick)
 
+    def _note_read(self, tensors: list[torch.Tensor], stream: int, tick: int) -> None:
+        for t in tensors:
+            record = self.ledger.find(t.untyped_storage())
+            if record is None:
+                continue
+            if record.readers is None:
+                record.readers = {stream: tick}
+            else:
+                record.readers[stream] = tick
+
     def _note(self, t: torch.Tensor, stream: int, tick: int) -> None:
+        """A write. It came after the reads before it, so whoever waits for it waits for them."""
         record = self.ledger.find(t.untyped_storage())
         if record is not None:
-            record.write_stream, record.write_tick = stream, tick
+            record.write_stream, record.write_tick, record.readers = stream, tick, None
+
+
+def _said(record: Record, t: torch.Tensor) -> str:
+    return f"a {record.space} tensor of shape {list(t.shape)}"
 
 
 def _parts_of(t: torch.Tensor) -> list[str]:
@@ -597,6 +664,13 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             targets += flat_tensors((value,))
     return targets
+
+
+def _overwritten(func: Any, args: Any, kwargs: Any) -> set[int]:
+    """Ids of the arguments whose content `func` changes, not only their sizes and strides."""
+    if torch.Tag.inplace_view in func.tags:
+        return set()
+    return {id(t) for t in _targets(func, args, kwargs)}
 
 
 def _is_async(func: Any, args: Any, kwargs: Any, is_pinned: Any, out: Any) -> bool:

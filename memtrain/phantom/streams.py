@@ -2,7 +2,17 @@
 
 Nothing runs, so nothing can really be late. Instead each stream counts its operators (ticks) and
 keeps a vector clock: up to which tick of every other stream its next operator is ordered after.
-Reading what another stream wrote at a later tick is a race on a real GPU.
+What is not ordered is a race on a real GPU. From the second stream on these are reported:
+
+- an operator, or the host, reads what another stream writes;
+- it writes what another stream writes or reads: tensors on the device, and pinned memory;
+- device memory is freed while another stream uses it, `record_stream` has not named that stream,
+  and the stream that took the memory runs its next operator without having waited.
+
+Not reported: what was launched before the second stream was made; what an operator writes that its
+schema does not name; how long anything takes. Pinned memory may be freed at any time: torch's
+allocator waits for the copies. The parts of a storage are not told apart, and autograd orders the
+stream that runs backward after all others when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -13,13 +23,13 @@ from typing import Any
 import torch
 
 HOST = -1
-"""The host's place in the clocks: it writes, and it may read only what it has waited for."""
+"""The host's place in the clocks: it may use only what it has waited for."""
 
 Clock = dict[int, int]  # stream id -> last tick known to have happened
 
 
 class RaceError(RuntimeError):
-    """An operator reads what another stream may not have written yet."""
+    """Memory is read, written or given away that another stream may not be done with."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
@@ -139,7 +149,7 @@ class Schedule:
         """Whether the next operator of `reader` runs after `tick` of `writer`."""
         if reader == writer or writer == HOST or self.host.get(writer, 0) >= tick:
             return True
-        return reader != HOST and self.streams[reader].clock.get(writer, 0) >= tick
+        return reader in self.streams and self.streams[reader].clock.get(writer, 0) >= tick
 
     def synchronize(self) -> None:
         for stream in self.streams.values():

@@ -465,3 +465,61 @@ def test_a_copy_stream_that_does_not_wait_is_a_race(monkeypatch, stream):
     monkeypatch.setattr(ActivationOffload, "_copy_streams", racy)
     with PhantomGPU() as gpu, pytest.raises(RaceError):
         read_back(gpu)
+
+
+def step_on_phantom(gpu):
+    """A backward, and what is allocated after it."""
+    model = make_model(device=gpu.device)
+    offload(model, n_kept=0)
+    loss_of(model, torch.zeros(4, 16, dtype=torch.int64, device=gpu.device)).backward()
+
+
+def test_a_step_is_in_order():
+    with PhantomGPU() as gpu:
+        step_on_phantom(gpu)
+
+
+def test_letting_go_before_the_copy_to_the_host_is_a_race(monkeypatch):
+    """The compute stream waits for everything but what `_end` waits for."""
+    original = ActivationOffload._end
+
+    def racy(self, call):
+        call.compute.wait_event = lambda event: None
+        try:
+            original(self, call)
+        finally:
+            del call.compute.wait_event
+
+    monkeypatch.setattr(ActivationOffload, "_end", racy)
+    with PhantomGPU() as gpu, pytest.raises(RaceError, match="may get the memory of a tensor"):
+        step_on_phantom(gpu)
+
+
+def test_dropping_what_is_still_fetched_is_a_race(monkeypatch):
+    """A backward fetches the segment before its own; it fails there, and the next forward pass drops that."""
+
+    def racy(self):
+        self._wait = None
+        drop(self)
+
+    drop = _Moved.drop
+    monkeypatch.setattr(_Moved, "drop", racy)
+    with PhantomGPU() as gpu, pytest.raises(RaceError, match="may get the memory of a tensor"):
+        drop_what_was_fetched(gpu)
+
+
+def test_dropping_what_has_been_waited_for_is_in_order():
+    with PhantomGPU() as gpu:
+        drop_what_was_fetched(gpu)
+
+
+def drop_what_was_fetched(gpu):
+    offloaded = ActivationOffload(torch.nn.Linear(1, 1), 0)
+    torch.get_device_module("phantom").Stream()  # from the second stream on the phantom looks
+    segments = [Segment([i], lambda x, _: x * x) for i in range(3)]
+    x = torch.empty(1000, device=gpu.device, requires_grad=True) + 1
+    for segment in segments:
+        x = offloaded.wrap(segment)(x, None)
+    offloaded._fetch(offloaded._last.previous.previous)
+    offloaded._drop_unfinished()
+    return torch.empty(1000, device=gpu.device)

@@ -495,6 +495,7 @@ def test_streams_know_who_waits_for_whom() -> None:
         event = side.record_event()
         main.wait_event(event)
         y * 2
+        side.wait_stream(main)
         with module.stream(side):
             y.add_(1)
         module.synchronize()
