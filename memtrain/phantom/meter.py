@@ -477,9 +477,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if record is None or size_bytes == record.asked_bytes:
             return
         new = self._allocate(record.space, size_bytes, record.op)
-        new.write_tick = self.schedule.last_tick(
-            new.stream
-        )  # who had the block before is done then
+        # Who had the block before is done then.
+        new.write_tick = self.schedule.last_tick(new.stream)
         self._free(record)
         new.category, new.module = record.category, record.module
         self.ledger.watch(new, storage)
