@@ -1,18 +1,24 @@
 # `make help` lists the targets. Everything runs in .venv, made from constraints.txt on first use.
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+RUN := .venv/.installed
+DEV := .venv/.installed-dev
 TEST_ARGS ?=
 
-.PHONY: help setup train compare test test-slow check gpu-check tensorboard
+.PHONY: help setup dev train compare test test-slow check gpu-check tensorboard
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## make .venv with the pinned versions
+setup: $(RUN)  ## make .venv with the pinned versions
+dev: $(DEV)  ## the same, with what tests and checks need
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(DEV): $(RUN)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -22,19 +28,19 @@ train: setup  ## train the default model on the standard library's source text
 compare: setup  ## the classic strategies as one sweep, with a table at the end
 	$(BIN)/python train.py -m name=compare 'experiment=glob(*)'
 
-test: setup  ## the quick tests
+test: dev  ## the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile $(TEST_ARGS)
 
-test-slow: setup  ## the tests that `make test` leaves out and that need no GPU
+test-slow: dev  ## the tests that `make test` leaves out and that need no GPU
 	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist worksteal $(TEST_ARGS)
 
-check: setup  ## lint, format, types, import contract
+check: dev  ## lint, format, types, import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-gpu-check: setup  ## on a machine with a CUDA GPU: measured against predicted
+gpu-check: dev  ## on a machine with a CUDA GPU: measured against predicted
 	$(BIN)/python benchmarks/gpu_check.py
 	$(BIN)/python -m pytest -m gpu $(TEST_ARGS)
 
