@@ -18,7 +18,7 @@ from memtrain.planner.speed import busy_seconds, device_seconds, estimate_speed
 from memtrain.units import GIB, format_bytes
 
 CHEAPEST_FIRST: tuple[BlockPolicy, ...] = ("keep", "selective", "offload", "recompute")
-N_TRIES = 10
+N_TRIES = 6
 N_CUTS = 48
 """Places at which one policy may follow another; a deeper model is cut at these alone."""
 WORTH_A_TRY = 0.999
