@@ -23,7 +23,7 @@ from memtrain.phantom import autocast, backend
 from memtrain.phantom.allocator import CachingAllocator, OutOfMemoryError
 from memtrain.phantom.ledger import PAGEABLE, PHASES, PINNED
 from memtrain.phantom.meter import Meter
-from memtrain.phantom.report import CATEGORIES, OpUse, Report, host_peak, peaks
+from memtrain.phantom.report import CATEGORIES, HOST, OpUse, Report, peaks
 from memtrain.phantom.streams import use_schedule
 
 
@@ -441,7 +441,8 @@ def _report(meter: Meter, fits: bool, moved: dict[str, int], ops: list[OpUse]) -
     ledger, allocator = meter.ledger, meter.ledger.allocator
     phases, timeline, maxima = peaks(ledger)
     top = phases.get(maxima.phase)
-    host_peak_bytes, host_peak_phase, host_categories, host_end_bytes = host_peak(ledger)
+    host_phases, host_timeline, host_maxima = peaks(ledger, HOST)
+    host_top = host_phases.get(host_maxima.phase)
     allocated = top.allocated_bytes if top else 0
     reserved = allocator.peak_reserved_bytes if allocator else allocated
     return Report(
@@ -461,12 +462,14 @@ def _report(meter: Meter, fits: bool, moved: dict[str, int], ops: list[OpUse]) -
         timeline=timeline,
         fragmentation_bytes=allocator.fragmentation_bytes if allocator else 0,
         largest_free_block_bytes=allocator.largest_free_block_bytes if allocator else 0,
-        host_peak_bytes=host_peak_bytes,
+        host_peak_bytes=host_top.allocated_bytes if host_top else 0,
         host_pageable_peak_bytes=ledger.peak[PAGEABLE],
         host_pinned_peak_bytes=ledger.peak[PINNED],
-        host_end_bytes=host_end_bytes,
-        host_peak_phase=host_peak_phase,
-        host_categories=host_categories,
+        host_end_bytes=host_maxima.end_bytes,
+        host_peak_phase=host_top.phase if host_top else "other",
+        host_categories=host_top.categories if host_top else {},
+        host_modules=host_top.modules if host_top else {},
+        host_timeline=host_timeline,
         h2d_bytes=moved["h2d"],
         d2h_bytes=moved["d2h"],
         nvme_read_bytes=moved["nvme_read"],

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memtrain.phantom.ledger import (
     BACKWARD,
     DEVICE,
     FORWARD,
     OPTIMIZER,
-    OTHER,
     PAGEABLE,
     PHASES,
     PINNED,
@@ -67,10 +66,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class TimelinePoint:
+    """As Peak."""
+
     event: int
     phase: str
     allocated_bytes: int
     categories: dict[str, int]
+    modules: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Report:
     host_end_bytes: int
     host_peak_phase: str
     host_categories: dict[str, int]
-    """Bytes by category when pageable and pinned memory together were largest."""
+    """Bytes by category when pageable and pinned memory together were largest; `host_modules` by module path."""
+    host_modules: dict[str, int]
+    host_timeline: list[TimelinePoint]
     h2d_bytes: int
     d2h_bytes: int
     nvme_read_bytes: int
@@ -159,14 +163,16 @@ def category_of(record: Record, ledger: Ledger) -> str:
     return "inputs" if record.category == "inputs" else "other"
 
 
-def walk(ledger: Ledger, space: str = DEVICE) -> Iterator[tuple[int, str, int, dict[str, int]]]:
-    """(event, phase, allocated bytes, bytes by category) after every event; one dict, updated."""
+def walk(ledger: Ledger, space: str = DEVICE) -> Iterator[TimelinePoint]:
+    """What is held after every event; the same two dicts each time, updated, with zeros in them."""
     held = dict.fromkeys(CATEGORIES, 0)
+    modules: dict[str, int] = {}
     total = 0
     for event, phase, record, change in _events(ledger, space):
         total += change
         held[category_of(record, ledger)] += change
-        yield event, phase, total, held
+        modules[record.module] = modules.get(record.module, 0) + change
+        yield TimelinePoint(event, phase, total, held, modules)
 
 
 def _events(ledger: Ledger, space: str) -> Iterator[tuple[int, str, Record, int]]:
@@ -183,7 +189,7 @@ def _events(ledger: Ledger, space: str) -> Iterator[tuple[int, str, Record, int]
 class _Maxima:
     """Where allocated memory was largest: overall, by phase and by step."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, space: str) -> None:
         self.bytes = dict.fromkeys(PHASES, 0)
         self.event = dict.fromkeys(PHASES, 0)
         self.steps = [0] * len(ledger.steps)
@@ -191,7 +197,7 @@ class _Maxima:
         self.count = 0
         total = 0
         step = 0
-        for event, phase, _, change in _events(ledger, DEVICE):
+        for event, phase, _, change in _events(ledger, space):
             total += change
             self.count += 1
             while step + 1 < len(ledger.steps) and ledger.steps[step + 1] <= event:
@@ -208,22 +214,23 @@ class _Maxima:
         return bisect_right(self._step_starts, event) - 1
 
 
-def peaks(ledger: Ledger) -> tuple[dict[str, Peak], list[TimelinePoint], _Maxima]:
+def peaks(
+    ledger: Ledger, space: str = DEVICE
+) -> tuple[dict[str, Peak], list[TimelinePoint], _Maxima]:
     """The peak of each phase that has one, and the timeline with a point for each of them."""
-    maxima = _Maxima(ledger)
+    maxima = _Maxima(ledger, space)
     wanted = {maxima.event[phase]: phase for phase in PHASES if maxima.bytes[phase]}
     every = max(1, maxima.count // TIMELINE_POINTS)
-    modules: dict[str, int] = {}
     found: dict[str, Peak] = {}
     timeline = []
-    points = zip(walk(ledger), _events(ledger, DEVICE), strict=True)
-    for number, ((event, phase, total, held), (_, _, record, change)) in enumerate(points):
-        modules[record.module] = modules.get(record.module, 0) + change
-        if event in wanted:
-            by_module = {path: size for path, size in modules.items() if size}
-            found[wanted[event]] = Peak(event, phase, total, _filled(held), by_module)
-        if event in wanted or number % every == 0:
-            timeline.append(TimelinePoint(event, phase, total, _filled(held)))
+    for number, now in enumerate(walk(ledger, space)):
+        if now.event not in wanted and number % every:
+            continue
+        held, modules = _filled(now.categories), _filled(now.modules)
+        timeline.append(replace(now, categories=held, modules=modules))
+        if now.event in wanted:
+            peak = Peak(now.event, now.phase, now.allocated_bytes, held, modules)
+            found[wanted[now.event]] = peak
     return found, timeline, maxima
 
 
@@ -236,14 +243,4 @@ def held_now(ledger: Ledger) -> dict[str, int]:
 
 
 def _filled(held: dict[str, int]) -> dict[str, int]:
-    return {category: size for category, size in held.items() if size}
-
-
-def host_peak(ledger: Ledger) -> tuple[int, str, dict[str, int], int]:
-    """Largest sum of pageable and pinned host bytes, its phase and categories, and the last sum."""
-    peak_bytes = total = 0
-    peak_phase, categories = OTHER, {}
-    for _, phase, total, held in walk(ledger, HOST):
-        if total > peak_bytes:
-            peak_bytes, peak_phase, categories = total, phase, _filled(held)
-    return peak_bytes, peak_phase, categories, total
+    return {name: size for name, size in held.items() if size}

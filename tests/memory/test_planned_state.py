@@ -47,9 +47,9 @@ def measure(config, n_steps: int = 3) -> Measured:
             step(window())
             host_peaks.append((ledger.peak[PAGEABLE], ledger.peak[PINNED]))
     held: Counter[str] = Counter()
-    for event, _, _, now in walk(ledger, DEVICE):
-        if event >= ledger.steps[-1]:
-            held |= Counter(now)
+    for now in walk(ledger, DEVICE):
+        if now.event >= ledger.steps[-1]:
+            held |= Counter(now.categories)
     report = gpu.report()
     return Measured(report, held, report.step_peak_bytes[1:], host_peaks)
 

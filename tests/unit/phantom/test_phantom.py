@@ -61,17 +61,20 @@ def test_categories_sum_to_the_total_at_every_event(name: str) -> None:
     gpu = train(STEPS[name])
     report = gpu.report()
     events = 0
-    for _, _, total, held in walk(gpu.meter.ledger, DEVICE):
+    for now in walk(gpu.meter.ledger, DEVICE):
         events += 1
-        assert sum(held.values()) == total
-        assert min(held.values()) >= 0
+        assert sum(now.categories.values()) == sum(now.modules.values()) == now.allocated_bytes
+        assert min(now.categories.values()) >= 0
     assert events > 100
     assert sum(report.categories.values()) == report.peak_allocated_bytes
     assert sum(report.modules_at_peak.values()) == report.peak_allocated_bytes
     assert report.peak_allocated_bytes == gpu.meter.ledger.allocator.peak_allocated_bytes
     assert set(report.categories) <= set(CATEGORIES)
-    for point in report.timeline:
+    assert sum(report.host_categories.values()) == report.host_peak_bytes
+    assert sum(report.host_modules.values()) == report.host_peak_bytes
+    for point in (*report.timeline, *report.host_timeline):
         assert sum(point.categories.values()) == point.allocated_bytes
+        assert sum(point.modules.values()) == point.allocated_bytes
 
 
 @pytest.mark.parametrize("name", STEPS)
