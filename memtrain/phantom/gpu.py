@@ -15,6 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.data import DataLoader
 
 from memtrain.cards import Card, load_card
@@ -254,6 +256,8 @@ def _speaking(register: Any) -> Any:
         def run(*args: Any) -> Any:
             try:
                 return hook(*args)
+            except _StopRecomputationError:  # how checkpoint ends what it repeats
+                raise
             except Exception:
                 if backend.active() is not None and torch._C._current_graph_task_id() != -1:
                     traceback.print_exc()
@@ -323,6 +327,16 @@ def _one_sequence_a_row(meter: Meter, find_packed_sequence_indices: Any) -> Any:
     return lambda position_ids: None
 
 
+def _with_data(meter: Meter, load_file: Any) -> Any:
+    """What is in a file is real, and counted when it is used; as a storage without data it cannot be read."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return load_file(*args, **kwargs)
+
+    return run
+
+
 def _quiet(meter: Meter, function: Any) -> Any:
     """`function` without counting what it makes."""
 
@@ -342,6 +356,7 @@ LIBRARIES = {
         _quiet,
     ),
     "transformers.masking_utils": ("find_packed_sequence_indices", _one_sequence_a_row),
+    "safetensors.torch": ("load_file", _with_data),
 }
 """Code of others that does something else with tensors without data: module, function, and what stands for it."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -110,3 +112,13 @@ def test_tensors_of_an_earlier_block_count_once_when_they_are_used() -> None:
         assert memory() == 2 * 4096
         del t, tensors
         assert memory() == 0
+
+
+def test_weights_of_a_safetensors_file_are_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(nn.Linear(64, 64).state_dict(), path)
+    with PhantomGPU() as gpu:
+        model = nn.Linear(64, 64).to(gpu.device)
+        model.load_state_dict(safetensors.torch.load_file(path))
+        assert model.weight.device == gpu.device
+    assert gpu.report().h2d_bytes == 2 * (64 * 64 + 64) * 4  # once by `to`, once from the file

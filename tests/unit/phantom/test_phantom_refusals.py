@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from memtrain.errors import UserError
@@ -135,6 +136,14 @@ def test_an_error_inside_backward_is_told_before_the_engine_ends(call: str) -> N
     assert ended.returncode != 0
     assert "ValueError: of the program's own" in ended.stderr
     assert "in fails" in ended.stderr
+
+
+def test_recomputing_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """It ends early by an exception of its own."""
+    with PhantomGPU() as gpu:
+        x = torch.zeros(4, device=gpu.device, requires_grad=True)
+        checkpoint(lambda x: x.sin().cos().sum(), x, use_reentrant=False).backward()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("card", [None, 3])
