@@ -1,6 +1,7 @@
 """After a resume each step is there once: what was written of later steps before the crash is taken out."""
 
 import json
+import time
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +19,7 @@ def write(folder: Path, first: int, last: int, resumed_step: int = 0) -> None:
 
 def test_a_hundred_and_twenty_points(tmp_path: Path) -> None:
     write(tmp_path, 1, 150)
+    time.sleep(1.1)  # event files are read in the order of the seconds in their names
     write(tmp_path, 101, 120, resumed_step=100)
     points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
     assert [point.step for point in points] == list(range(1, 121))
