@@ -58,7 +58,7 @@ from memtrain.errors import (
 from memtrain.memory import file_store
 from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
-from memtrain.planner import budget
+from memtrain.planner import budget, fit
 from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
 from memtrain.report import console, formats, planned, tables
@@ -720,7 +720,9 @@ def explain_out_of_memory(
     place.planner.ask("suggest", tree=asdict(config), vocab_size=vocab_size, card=card)
     console.print_header(["planning what would fit ..."])
     try:
-        console.print_header(planned.suggestion_lines(place.planner.answer(), place.overrides))
+        found_to_fit = place.planner.answer()
+        commands = [fit.merged(place.overrides, one["overrides"]) for one in found_to_fit]
+        console.print_header(planned.suggestion_lines(found_to_fit, commands))
     except PlanningFailed as failure:
         console.print_warning(f"no advice: {failure}")
 

@@ -1,10 +1,13 @@
 """What would make a run fit: its neighbours, planned, the cheapest first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
 
 from memtrain.cards import Card
-from memtrain.config import RULES, Config, OffloadMode, Precision, segment_blocks
+from memtrain.config import CONF_DIR, RULES, Config, OffloadMode, Precision, segment_blocks
 from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
 from memtrain.planner.predict import predict
@@ -167,3 +170,34 @@ def precisions(config: Config) -> Iterator[Neighbour]:
     for name in smaller.get(config.precision.name, ()):
         changed = replace(config, precision=replace(config.precision, name=name))
         yield Neighbour((f"precision={name}",), changed)
+
+
+def merged(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """`overrides` without what `changes` sets anew, and `changes`, quoted for a shell where needed."""
+    keys = {key for change in changes for key in keys_set(change)}
+    kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in keys]
+    return [quoted(text) for text in (*kept, *changes)]
+
+
+def keys_set(override: str) -> Iterator[str]:
+    """Its key and, for a choice of a group, those of the group's file: typed as well, they would win over it."""
+    key, _, choice = override.partition("=")
+    yield key
+    path = CONF_DIR / key / f"{choice}.yaml"
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        package = "" if text.startswith("# @package _global_") else f"{key}."
+        yield from leaf_keys(yaml.safe_load(text), package)
+
+
+def leaf_keys(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaf_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def quoted(text: str) -> str:
+    plain = all(letter.isalnum() or letter in "=._-/,:+@%" for letter in text)
+    return text if plain else "'" + text.replace("'", "'\\''") + "'"

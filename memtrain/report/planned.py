@@ -1,12 +1,10 @@
 """A plan in words: the verdict, the screen of `task=plan`, and what to change after running out of memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
 from rich.table import Table
 
-from memtrain.config import CONF_DIR
 from memtrain.report.tables import category_table
 from memtrain.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -92,47 +90,16 @@ def runs(per_block: Sequence[str]) -> list[str]:
 
 
 def suggestion_lines(
-    suggestions: Sequence[Mapping[str, Any]], overrides: Sequence[str]
+    suggestions: Sequence[Mapping[str, Any]], commands: Sequence[Sequence[str]]
 ) -> list[str]:
-    """The changes that fit, fastest first, each with its peak and the command to paste."""
+    """The changes that fit, fastest first, each with its peak and its command's words, to be pasted."""
     lines = []
-    for number, found in enumerate(suggestions, 1):
+    for number, (found, words) in enumerate(zip(suggestions, commands, strict=True), 1):
         lines.append(
             f"{number}. {' '.join(found['overrides'])}: {format_bytes(found['peak_allocated_bytes'])} at the peak, "
             f"{format_bytes(found['host_bytes'])} on the host, {format_count(found['tokens_per_second'])} tok/s"
         )
-        lines.append(f"   python train.py {' '.join(merged(overrides, found['overrides']))}")
+        lines.append(f"   python train.py {' '.join(words)}")
     return lines or [
         "nothing near this config fits: a smaller model or seq_len, or a larger card, would"
     ]
-
-
-def merged(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """`overrides` without what `changes` sets anew, and `changes`, quoted for a shell where needed."""
-    keys = {key for change in changes for key in keys_set(change)}
-    kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in keys]
-    return [quoted(text) for text in (*kept, *changes)]
-
-
-def keys_set(override: str) -> Iterator[str]:
-    """Its key and, for a choice of a group, those of the group's file: typed as well, they would win over it."""
-    key, _, choice = override.partition("=")
-    yield key
-    path = CONF_DIR / key / f"{choice}.yaml"
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        package = "" if text.startswith("# @package _global_") else f"{key}."
-        yield from leaf_keys(yaml.safe_load(text), package)
-
-
-def leaf_keys(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from leaf_keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def quoted(text: str) -> str:
-    plain = all(letter.isalnum() or letter in "=._-/,:+@%" for letter in text)
-    return text if plain else "'" + text.replace("'", "'\\''") + "'"

@@ -16,7 +16,7 @@ from memtrain.engine.build import build_dimensions
 from memtrain.errors import EXIT_OUT_OF_MEMORY, UserError
 from memtrain.phantom import OpUse
 from memtrain.planner.child import PlannerProcess, PlanningFailed
-from memtrain.planner.fit import is_valid, neighbours, smaller_sizes, suggest
+from memtrain.planner.fit import is_valid, merged, neighbours, smaller_sizes, suggest
 from memtrain.planner.predict import make_plan, predict
 from memtrain.planner.speed import NVME_BANDWIDTH_GB_S, estimate_speed
 from memtrain.report import planned
@@ -193,7 +193,7 @@ def test_what_is_suggested_would_be_accepted(shaped):
         options = [n for n in neighbours(shaped(*overrides)) if is_valid(n.config)]
         assert options
         for option in options:
-            typed = planned.merged(overrides, option.overrides)
+            typed = merged(overrides, option.overrides)
             typed = [word for word in typed if "per_block" not in word]
             assert shaped(*typed).micro_batch == option.config.micro_batch
 
@@ -229,9 +229,7 @@ def test_out_of_memory_ends_with_one_screen(shaped, tmp_path, capsys):
 
 
 def test_suggestions_replace_what_they_change():
-    lines = planned.merged(
-        ["micro_batch=8", "data.path=a,b", "+x=(1)"], ["micro_batch=4", "accum=2"]
-    )
+    lines = merged(["micro_batch=8", "data.path=a,b", "+x=(1)"], ["micro_batch=4", "accum=2"])
     assert lines == ["data.path=a,b", "'+x=(1)'", "micro_batch=4", "accum=2"]
     assert "nothing near" in planned.suggestion_lines([], [])[0]
 
@@ -251,7 +249,7 @@ def test_what_is_pasted_is_what_was_planned(config, typed):
     options = [option for option in neighbours(wanted) if is_valid(option.config)]
     assert options
     for option in options:
-        pasted = [shlex.split(word)[0] for word in planned.merged(typed, option.overrides)]
+        pasted = [shlex.split(word)[0] for word in merged(typed, option.overrides)]
         assert config(*pasted) == option.config, option.overrides
 
 
