@@ -512,10 +512,17 @@ def offloads_activations(config: Config) -> bool:
     return config.offload.mode in ("activations", "all", "all_nvme")
 
 
+def blocks_with(config: Config, policy: BlockPolicy) -> set[int]:
+    """Those that `checkpointing=per_block` gives this policy."""
+    wanted = config.checkpointing
+    given = wanted.per_block if wanted.policy == "per_block" else []
+    return {index for index, own in enumerate(given) if own == policy}
+
+
 def offloaded_blocks(config: Config) -> set[int] | None:
     """Blocks whose activations are to leave; None where nothing asks for that, or the budget is to choose."""
-    if _has_block(config, "offload"):
-        return {i for i, policy in enumerate(config.checkpointing.per_block) if policy == "offload"}
+    if chosen := blocks_with(config, "offload"):
+        return chosen
     if not offloads_activations(config):
         return None
     named = named_blocks(config.offload.blocks, config.model.n_layers, "offload.blocks")
@@ -668,11 +675,9 @@ def _mlp_chunks_are_pieces(config: Config) -> None:
 def selective_blocks(config: Config) -> set[int]:
     """Blocks that are, or with a budget may be, recomputed selectively."""
     wanted, n_layers = config.checkpointing, config.model.n_layers
-    if wanted.policy == "per_block":
-        return {i for i, policy in enumerate(wanted.per_block) if policy == "selective"}
     if wanted.policy == "selective":
         return set(named_blocks(wanted.blocks, n_layers, "checkpointing.blocks"))
-    return set(range(n_layers)) if wanted.policy == "budget" else set()
+    return set(range(n_layers)) if wanted.policy == "budget" else blocks_with(config, "selective")
 
 
 def _hf_is_planned(config: Config) -> None:
@@ -717,23 +722,21 @@ def _documents_are_marked(config: Config) -> None:
 
 def _compiles_with(config: Config) -> None:
     """Offload waits for streams, which cannot be traced; a compiled block hides its operators from `selective`."""
-    policy, per_block = config.checkpointing.policy, config.checkpointing.per_block
+    policy = config.checkpointing.policy
     key = f"compile={config.compile}"
     if config.compile == "off":
         return
     if policy == "budget":
         raise UserError(f"{key}: checkpointing=budget plans a run as eager; drop one of the two")
     if config.compile == "model" and (
-        offloads_activations(config) or (policy == "per_block" and "offload" in per_block)
+        offloads_activations(config) or blocks_with(config, "offload")
     ):
         raise UserError(f"{key}: cannot trace the offload of activations; use compile=blocks")
     if weights_home(config) != "device":
         raise UserError(
             f"{key}: cannot trace weights that come and go; drop it, or use offload=optimizer"
         )
-    if config.compile == "blocks" and (
-        policy == "selective" or (policy == "per_block" and "selective" in per_block)
-    ):
+    if config.compile == "blocks" and (policy == "selective" or blocks_with(config, "selective")):
         raise UserError(
             f"{key}: hides its operators from selective recomputation; use compile=model"
         )
@@ -921,21 +924,18 @@ def _has_text(config: Config) -> bool:
 
 
 def _selects(config: Config) -> bool:
-    return config.checkpointing.policy in ("selective", "budget") or _has_block(config, "selective")
+    return config.checkpointing.policy in ("selective", "budget") or bool(
+        blocks_with(config, "selective")
+    )
 
 
 def _offloads_activations(config: Config) -> bool:
-    by_block = config.checkpointing.policy == "budget" or _has_block(config, "offload")
+    by_block = config.checkpointing.policy == "budget" or bool(blocks_with(config, "offload"))
     return offloads_activations(config) or by_block
 
 
 def _has_device_weights_alone(config: Config) -> bool:
     return optimizer_home(config) != "device" and weights_home(config) == "device"
-
-
-def _has_block(config: Config, policy: BlockPolicy) -> bool:
-    wanted = config.checkpointing
-    return wanted.policy == "per_block" and policy in wanted.per_block
 
 
 def _recomputes_named_blocks(config: Config) -> bool:

@@ -20,6 +20,7 @@ from memtrain.config import (
     Config,
     DataConfig,
     TokenizerConfig,
+    blocks_with,
     named_blocks,
     offloaded_blocks,
     optimizer_home,
@@ -391,8 +392,8 @@ def recompute_blocks(config: Config, model: Transformer) -> None:
     if wanted.policy == "selective":
         recompute(model, chosen, 1, contexts)
     elif wanted.policy == "per_block":
-        for policy, how in (("recompute", None), ("selective", contexts)):
-            recompute(model, [i for i, p in enumerate(wanted.per_block) if p == policy], 1, how)
+        recompute(model, sorted(blocks_with(config, "recompute")), 1)
+        recompute(model, sorted(blocks_with(config, "selective")), 1, contexts)
     elif wanted.policy == "alternate" and every:
         recompute(model, [index for index in chosen if index % every], 1)
     elif every:

@@ -85,7 +85,7 @@ def train(
                 f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "
                 "lower optimizer.lr, or use precision=bf16 or fp32"
             )
-    if progress.skipped and not progress.stepped and progress.skipped_in_a_row:
+    if progress.skipped_in_a_row and not progress.stepped:
         raise NotFiniteError(
             f"none of {progress.steps} steps was finite, so nothing was learned; "
             "lower optimizer.lr, or use precision=bf16 or fp32"
