@@ -355,12 +355,12 @@ ELSEWHERE = {
 
 
 def similar_keys(wrong: str) -> list[str]:
-    """Full names of the keys that `wrong` may mean."""
+    """Full names of the keys, or the group, that `wrong` may mean."""
     if wrong in ELSEWHERE:
         return [ELSEWHERE[wrong]]
-    keys = list(_all_keys(Config, ""))
+    keys = [*_all_keys(Config, ""), *(path.name for path in CONF_DIR.iterdir() if path.is_dir())]
     same_name = [key for key in keys if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    return same_name or difflib.get_close_matches(wrong, keys, n=2, cutoff=0.7)
+    return same_name or difflib.get_close_matches(wrong, keys, n=1, cutoff=0.7)
 
 
 def _all_keys(cls: type[Any], path: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from command import TINY_TEXT, Run
 # Wrong by themselves; unit/test_config.py tries the rules of the config one by one.
 WRONG_COMMANDS = {
     "an unknown key": (["steeps=3"], ["steeps", "did you mean steps?"]),
+    "a group misspelt": (["precsion=bf16"], ["precsion: unknown", "did you mean precision?"]),
     "a key without its group": (["lr=0.1"], ["lr: unknown", "did you mean optimizer.lr?"]),
     "a key by another trainer's name": (["batch_size=4"], ["did you mean micro_batch?"]),
     "a number for a group, beside one that is not": (
