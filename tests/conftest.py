@@ -1,7 +1,11 @@
 """What every test may use: configs composed as the command line composes them, and the command line itself."""
 
+import gc
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,8 @@ from command import (
     with_places,
 )
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from omegaconf import OmegaConf
 from workbench import Workbench
 
@@ -24,8 +30,13 @@ import train  # noqa: F401  registers the resolvers that the config uses
 from memtrain.config import Config, parse
 
 CONF = ROOT / "conf"
+GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now is not looked through again and again
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -33,11 +44,42 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+@cache
+def composed(groups: tuple[str, ...]) -> dict[str, Any]:
+    """What Hydra composes of these choices."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        tree = OmegaConf.to_container(compose("config", list(groups)), resolve=True)
+    return tree  # type: ignore[return-value]
+
+
+@cache
+def plain_override(word: str) -> tuple[str, Any] | None:
+    """Key and value of a word that sets one key to what is written there; None for what Hydra is needed for."""
+    if "${" in word or word.partition("=")[0] in GROUPS:
+        return None
+    (override,) = OverridesParser.create().parse_overrides([word])
+    plain = override.type == OverrideType.CHANGE and not override.is_sweep_override()
+    return (override.key_or_group, override.value()) if plain and not override.package else None
+
+
+def compose_tree(*overrides: str) -> dict[str, Any]:
+    """What Hydra composes of the words. It takes a tenth of a second, so it composes the choices of groups alone, once;
+    values are put in here, where it would put them."""
+    words = [(word, plain_override(word)) for word in overrides]
+    tree = deepcopy(composed(tuple(word for word, plain in words if plain is None)))
+    for plain in (plain for _, plain in words if plain is not None):
+        *path, name = plain[0].split(".")
+        branch = reduce(lambda part, key: part.get(key, {}), path, tree)
+        if name not in branch or isinstance(branch[name], dict):  # Hydra says what is wrong with it
+            return composed(overrides)
+        branch[name] = deepcopy(plain[1])
+    return tree
+
+
+@cache
 def compose_config(*overrides: str) -> Config:
     """The checked config of `python train.py <overrides>`."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        tree = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
-    return parse(tree)  # type: ignore[arg-type]
+    return parse(compose_tree(*overrides))
 
 
 @pytest.fixture
