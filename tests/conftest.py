@@ -48,8 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def composed(groups: tuple[str, ...]) -> dict[str, Any]:
     """What Hydra composes of these choices."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        tree = OmegaConf.to_container(compose("config", list(groups)), resolve=True)
-    return tree  # type: ignore[return-value]
+        return OmegaConf.to_container(compose("config", list(groups)), resolve=True)  # type: ignore[return-value]
 
 
 @cache
