@@ -12,12 +12,11 @@ import torch
 from command import (
     ROOT,
     TIMEOUT_S,
-    Finished,
     Run,
     Server,
     Start,
     Started,
-    start_train,
+    start_interpreter,
     with_places,
 )
 from hydra import compose, initialize_config_dir
@@ -104,22 +103,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """`start(*overrides, cwd=..., folder=..., outputs=...)` starts `python train.py` with them.
-
-    Its run or sweep is in `folder`; with `outputs` it is where the config puts it in that folder of outputs.
-    """
-
-    def start(
-        *overrides: str, cwd: Path = ROOT, folder: Path | None = None, outputs: Path | None = None
-    ) -> Started:
-        place = folder or tmp_path_factory.mktemp("run") / "out"
-        return start_train([*overrides, f"data.cache_dir={cache}"], cwd, place, outputs)
-
-    return start
-
-
-@pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     server = Server()
     yield server
@@ -127,21 +110,30 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def run(server: Server, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`run(*overrides, cwd=..., folder=..., outputs=..., timeout=...)`: as `start`, to its end.
+def start(server: Server, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """`start(*overrides, cwd=..., folder=..., outputs=...)` starts `python train.py` with them.
 
-    Forked from a process that has imported torch; the interpreter of `start` is new.
+    Its run or sweep is in `folder`; with `outputs` it is where the config puts it in that folder of outputs. It is
+    forked from a process that has imported all; `fresh=True` starts an interpreter.
     """
 
-    def run(
+    def start(
         *overrides: str,
         cwd: Path = ROOT,
         folder: Path | None = None,
         outputs: Path | None = None,
-        timeout: float = TIMEOUT_S,
-    ) -> Finished:
+        fresh: bool = False,
+    ) -> Started:
         place = folder or tmp_path_factory.mktemp("run") / "out"
         argv = with_places([*overrides, f"data.cache_dir={cache}"], place, outputs)
-        return server.run(argv, cwd, place, timeout)
+        return (start_interpreter if fresh else server.start)(argv, cwd, place)
 
-    return run
+    return start
+
+
+@pytest.fixture(scope="session")
+def run(start: Start) -> Run:
+    """`run(*overrides, timeout=..., ...)`: as `start`, to its end."""
+    return lambda *overrides, timeout=TIMEOUT_S, **places: start(*overrides, **places).finish(
+        timeout
+    )

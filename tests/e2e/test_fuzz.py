@@ -213,7 +213,7 @@ class Place:
         out, outputs = self.folder / "out", self.folder / "outputs"
         places = [f"hydra.run.dir={out}", f"hydra.sweep.dir={out}"]
         argv = [*argv, *places, f"outputs={outputs}", f"data.cache_dir={self.folder}/cache"]
-        found = self.server.run(argv, self.folder / "cwd", out, LIMIT_S)
+        found = self.server.start(argv, self.folder / "cwd", out).finish(LIMIT_S)
         shutil.rmtree(out, ignore_errors=True)
         return found
 

@@ -49,7 +49,7 @@ def whole_ones(run: Path) -> list[str]:
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
 
-STEPS = 40
+STEPS = 24
 LONG_SAVES = [
     "debug=tiny",
     "device=cpu",
@@ -352,7 +352,7 @@ def test_a_signal_before_there_is_anything_to_lose(
 ) -> None:
     """While torch is imported, too: an exception there would be swallowed, or leave half of a module."""
     number = signal.SIGINT if int(10 * after_s) % 2 else signal.SIGTERM
-    started = start(*TINY, "steps=100000", "plan=on", folder=tmp_path / "run")
+    started = start(*TINY, "steps=100000", "plan=on", folder=tmp_path / "run", fresh=True)
     time.sleep(after_s)
     os.kill(started.process.pid, number)
     finished = started.finish(STOP_WITHIN_S)

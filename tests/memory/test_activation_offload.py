@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -96,11 +97,10 @@ def is_idle(offloaded: ActivationOffload) -> bool:
     return sum(buffer.nbytes for buffer in free_buffers(offloaded)) == offloaded.host_bytes
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("recompute", [0, 1, 3])
-@pytest.mark.parametrize("micro_batch", [4, 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("base", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("precision", "recompute", "micro_batch", "dropout", "base"),
+    list(AllPairs([list(PRECISIONS), (0, 1, 3), (4, 2), (0.0, 0.5), (GPT, LLAMA)])),
+)
 def test_gradients_are_bit_equal(precision, recompute, micro_batch, dropout, base):
     dtype, compute = PRECISIONS[precision]
     dimensions = Dimensions(**{**vars(base), "dropout": dropout})

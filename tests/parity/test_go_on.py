@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from allpairspy import AllPairs
 
 from memtrain.data.loader import RandomTokens
 from memtrain.engine.checkpoint import Checkpoints
@@ -53,9 +54,7 @@ def put_back(step, checkpoint: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("before", MODES)
-@pytest.mark.parametrize("after", MODES)
+@pytest.mark.parametrize(("kind", "before", "after"), list(AllPairs([list(KINDS), MODES, MODES])))
 def test_it_goes_on(bench, bench_step, tmp_path, kind, before, after):
     windows = [bench.window(bench.samples(seed=number), 4) for number in range(4)]
     first, second = bench_step(kind, before, 1), bench_step(kind, after, 2)

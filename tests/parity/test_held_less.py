@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.cards import load_card
@@ -53,9 +54,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_true"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("precision", "form", "dropout"),
+    list(AllPairs([("fp32", "bf16", "fp16", "bf16_true"), list(FORMS), (0.0, 0.3)])),
+)
 def test_gradients_are_bit_equal(tiny, bench, precision, form, dropout):
     base = (f"precision={precision}", f"model.dropout={dropout}")
     window = bench.window(bench.samples(), 4)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from torch import Tensor, nn
 
 from memtrain.engine.step import TrainStep
@@ -171,27 +172,15 @@ def test_training_from_files_is_bit_equal(trained, plain, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
-@pytest.mark.parametrize("form", FILES)
-def test_every_optimizer_in_files_is_bit_equal(trained, plain, form, optimizer, precision):
-    check(trained, plain, form, f"precision={precision}", f"optimizer={optimizer}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=" ".join)
-@pytest.mark.parametrize("form", FILES)
-def test_every_shape_in_files_is_bit_equal(trained, plain, form, shape):
-    check(trained, plain, form, "precision=bf16_true", *shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", [*ELEMENTWISE, *WHOLE])
-@pytest.mark.parametrize("form", IN_MEMORY)
-def test_the_full_product_is_bit_equal(trained, plain, form, optimizer, precision):
-    for shape in SHAPES:
-        check(trained, plain, form, f"precision={precision}", f"optimizer={optimizer}", *shape)
+@pytest.mark.parametrize(
+    ("form", "optimizer", "precision", "shape"),
+    [
+        *AllPairs([list(FILES), ELEMENTWISE, PRECISIONS, SHAPES]),
+        *AllPairs([IN_MEMORY, [*ELEMENTWISE, *WHOLE], PRECISIONS, SHAPES]),
+    ],
+)
+def test_any_two_choices_are_bit_equal(trained, plain, form, optimizer, precision, shape):
+    check(trained, plain, form, f"precision={precision}", f"optimizer={optimizer}", *shape)
 
 
 # Frozen layers

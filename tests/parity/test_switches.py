@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from allpairspy import AllPairs
 from optimizer_choices import HOST_OPTIMIZERS
 from torch import nn
 
@@ -14,6 +15,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "bf16_true")
 RECOMPUTE = ("checkpoint_every=0", "checkpoint_every=1", "checkpoint_every=3", "checkpointing=sqrt",
              "checkpointing=alternate")  # fmt: skip
 OFFLOAD = ("none", "activations", "optimizer")
+OPTIMIZERS = ("adamw", "sgd", "adafactor")
 
 
 def assert_equal(ours, theirs):
@@ -22,9 +24,9 @@ def assert_equal(ours, theirs):
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("micro_batch", [8, 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("precision", "micro_batch", "dropout"), list(AllPairs([PRECISIONS, (8, 2), (0.0, 0.5)]))
+)
 def test_recompute_and_offload_leave_gradients_bit_equal(
     tiny, bench, precision, micro_batch, dropout
 ):
@@ -36,10 +38,12 @@ def test_recompute_and_offload_leave_gradients_bit_equal(
         assert_equal(bench.gradients(step, window), plain)
 
 
-@pytest.mark.parametrize("recompute", ["checkpoint_every=0", "checkpoint_every=2"])
-@pytest.mark.parametrize("offload", OFFLOAD)
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize(
+    ("recompute", "offload", "clip", "optimizer"),
+    list(
+        AllPairs([("checkpoint_every=0", "checkpoint_every=2"), OFFLOAD, (0.0, 0.1), OPTIMIZERS]),
+    ),
+)
 def test_accumulation_is_the_mean_over_all_targets(
     tiny, bench, recompute, offload, clip, optimizer
 ):
@@ -99,10 +103,10 @@ def test_gradients_equal_an_independent_computation(tiny, bench):
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("micro_batch", [8, 2])
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize(
+    ("recompute", "micro_batch", "clip", "optimizer"),
+    list(AllPairs([RECOMPUTE, (8, 2), (0.0, 0.1), OPTIMIZERS])),
+)
 def test_optimizer_on_the_host_is_bit_equal(tiny, bench, recompute, micro_batch, clip, optimizer):
     overrides = [recompute, f"clip={clip}", f"optimizer={optimizer}"]
     results = []

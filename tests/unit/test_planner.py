@@ -199,7 +199,7 @@ def test_what_is_suggested_would_be_accepted(shaped):
 
 
 def test_out_of_memory_ends_with_one_screen(shaped, tmp_path, capsys):
-    wanted = shaped()
+    wanted = shaped("model.n_layers=2")
     dimensions = build_dimensions(wanted, 2048)
     needs = predict(wanted, dimensions, load_card("a100_80gb")).report.peak_reserved_bytes
     card = {**asdict(wanted.gpu), "memory_mib": needs // 2 // MIB, "context_mib": 0}
