@@ -1,7 +1,8 @@
 """Documents from .jsonl files: which of their tokens are learned, and where each ends.
 
 A record is one line and has one of three forms; other fields are left alone. Learned is what stands in capitals, `|`
-is the end-of-text token, learned where it follows something learned; the pieces are encoded one by one.
+is the end-of-text token, learned where it follows something learned. A document is encoded as a whole: a token that
+spans prompt and completion is learned, so no character of what is learned is left out.
 
     {"text": ...}                                     tEXT|     (nothing stands before the first)
     {"prompt": ..., "completion": ...}                promptCOMPLETION|
@@ -11,6 +12,7 @@ is the end-of-text token, learned where it follows something learned; the pieces
 import codecs
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,18 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from memtrain.data.corpus import total_bytes
-from memtrain.data.store import (
-    BATCH_BYTES,
-    DTYPES,
-    LAST,
-    LEARNED,
-    PIECE_BYTES,
-    TokenFile,
-    cached_tokens,
-)
-from memtrain.data.tokenizer import Tokenizer
+from memtrain.data.store import DTYPES, LAST, LEARNED, TokenFile, cached_tokens
+from memtrain.data.tokenizer import END, Tokenizer
+from memtrain.data.whole import Source, Window, encode_whole
 from memtrain.errors import UserError
-from memtrain.units import MIB
+from memtrain.units import KIB, MIB
 
 Part: TypeAlias = tuple[str | None, bool]
 """Text, None for the end-of-text token, and whether it is learned."""
@@ -38,7 +33,7 @@ Document: TypeAlias = list[Part]
 RECORD_BYTES = 16 * MIB
 """The longest line: a record is read as a whole."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KIND = "documents 1"
+KIND = "documents 2"
 """Changes when the same records would become other tokens."""
 
 
@@ -61,10 +56,17 @@ def read_texts(path: Path) -> Iterator[str]:
 
 def read_documents(path: Path) -> Iterator[tuple[Document, int]]:
     """(document, bytes of its line). Raises UserError with the line of the first that is none."""
+    for _, document, size_bytes in _records(path):
+        yield document, size_bytes
+
+
+def _records(path: Path) -> Iterator[tuple[str, Document, int]]:
+    """As `read_documents`, with the place of each."""
     found = False
     for number, line in _lines(path):
         found = True
-        yield parse_record(line, f"{path}: line {number}"), len(line)
+        where = f"{path}: line {number}"
+        yield where, parse_record(line, where), len(line)
     if not found:
         raise UserError(f"{path}: no record in it: one JSON object a line is needed")
 
@@ -81,7 +83,7 @@ def parse_record(line: bytes, where: str) -> Document:
     return _FORMS[forms[0]](record, where)
 
 
-def cut(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
+def cut(text: str, size: int = 128 * KIB) -> Iterator[str]:
     """Pieces of at most `size` characters, cut at line ends if it can."""
     start = 0
     while len(text) - start > size:
@@ -188,45 +190,69 @@ def _kind(value: Any) -> str:
 def _encode(
     files: list[Path], tokenizer: Tokenizer, progress: Callable[[int, int], None] | None
 ) -> Iterator[npt.NDArray[Any]]:
-    """Arrays of (id, role). The first token of a document is not learned: nothing stands before it."""
-    all_bytes, done_bytes, at_start = total_bytes(files), 0, True
-    end_of_text = np.array([tokenizer.end_of_text_id])
-    for batch, line_bytes in _batches(files):
-        encoded = iter(tokenizer.encode([text for text, _ in batch if text is not None]))
-        for text, role in batch:
-            ids = end_of_text if text is None else next(encoded)
-            array = np.empty(len(ids), DTYPES["uint32+role"])
-            array["id"], array["role"] = ids, role & LEARNED
-            if len(ids):
-                array["role"][:1] &= 0 if at_start else LEARNED
-                array["role"][-1] |= role & LAST
-                at_start = bool(role & LAST)
-            yield array
-        done_bytes += line_bytes
+    """Arrays of (id, role)."""
+    all_bytes = total_bytes(files)
+    done_bytes = 0
+
+    def sources() -> Iterator[Source]:
+        nonlocal done_bytes
+        for path in files:
+            for where, document, size_bytes in _records(path):
+                done_bytes += size_bytes
+                yield _source(where, document)
+
+    for arrays in encode_whole(tokenizer, sources(), partial(_with_roles, tokenizer)):
+        yield from arrays
         if progress:
             progress(done_bytes, all_bytes)
 
 
-def _batches(files: list[Path]) -> Iterator[tuple[list[tuple[str | None, int]], int]]:
-    """(pieces of text with their roles, bytes of the lines they end)."""
-    batch: list[tuple[str | None, int]] = []
-    text_bytes = line_bytes = 0
-    for path in files:
-        for document, size_bytes in read_documents(path):
-            for piece, role in _pieces(document):
-                batch.append((piece, role))
-                text_bytes += len((piece or "").encode())
-                if text_bytes >= BATCH_BYTES:
-                    yield batch, line_bytes
-                    batch, text_bytes, line_bytes = [], 0, 0
-            line_bytes += size_bytes
-    yield batch, line_bytes
+def _source(where: str, document: Document) -> Source:
+    texts = [END if text is None else text for text, _ in document]
+    return Source(
+        where,
+        ["".join(texts)],
+        np.cumsum([len(text) for text in texts]),
+        np.array([learned for _, learned in document]),
+    )
 
 
-def _pieces(document: Document) -> Iterator[tuple[str | None, int]]:
-    for index, (text, learned) in enumerate(document):
-        role = learned * LEARNED | (index == len(document) - 1) * LAST
-        if text is None:
-            yield None, role
+def _with_roles(tokenizer: Tokenizer, windows: list[Window]) -> list[npt.NDArray[Any]]:
+    """(id, role) of each window's tokens. Learned is a token that has a character of what is learned; the first of a
+    document is not: nothing stands before it.
+    """
+    mixed = [window for window in windows if not _is_learned_whole(window.source)]
+    others = [window for window in windows if _is_learned_whole(window.source)]
+    with_ends = iter(tokenizer.encode_with_ends([window.text for window in mixed]))
+    whole = iter(tokenizer.encode_documents([window.text for window in others]))
+    arrays = []
+    for window in windows:
+        if _is_learned_whole(window.source):
+            ids = next(whole)
+            role: Any = LEARNED
         else:
-            yield from ((piece, role) for piece in cut(text))
+            ids, ends = next(with_ends)
+            role = _learned(window, ends) * LEARNED
+        array = np.empty(len(ids), DTYPES["uint32+role"])
+        array["id"], array["role"] = ids, role
+        if window.start == 0:
+            array["role"][:1] = 0
+        if window.is_last:
+            array["role"][-1] |= LAST
+        arrays.append(array)
+    return arrays
+
+
+def _is_learned_whole(source: Source) -> bool:
+    assert source.part_learned is not None
+    return bool(source.part_learned.all())
+
+
+def _learned(window: Window, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """(n,) of tokens that end so. Since nothing unlearned follows what is learned but behind an end-of-text, the last
+    character of a token says it.
+    """
+    source = window.source
+    assert source.part_ends is not None and source.part_learned is not None
+    last = window.start + np.maximum(ends, 1) - 1
+    return source.part_learned[np.searchsorted(source.part_ends, last, side="right")]

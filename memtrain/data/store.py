@@ -21,9 +21,10 @@ from memtrain.data.corpus import (
     total_bytes,
     unchanged,
 )
-from memtrain.data.tokenizer import Tokenizer
+from memtrain.data.tokenizer import END, Tokenizer
+from memtrain.data.whole import Source, Window, encode_whole
 from memtrain.errors import UserError
-from memtrain.units import KIB, MIB
+from memtrain.units import KIB
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """Token ids, (N,)"""
@@ -43,9 +44,8 @@ STALE_S = 3600.0
 """A file that nobody has written to for so long was left behind by a process that was killed."""
 
 CHUNK_TOKENS = 2**22
-# The library keeps about 100 bytes per token while it encodes: these two bound its memory.
-PIECE_BYTES = 128 * KIB
-BATCH_BYTES = 2 * MIB
+KIND = "text 2 "
+"""Changes when the same text would become other tokens."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def cached_tokens(
     token_arrays: Iterable[npt.NDArray[Any]],
     tokenizer: Tokenizer,
     cache_dir: Path,
-    kind: str = "",
+    kind: str = KIND,
     with_roles: bool = False,
 ) -> TokenFile:
     """What `token_arrays` gives, from the cache where files, tokenizer and kind are those of an earlier run.
@@ -236,10 +236,13 @@ def cached_tokens(
     )
 
 
-def split_tokens(tokens: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
-    """(train, validation) views; validation is the end."""
+def split_tokens(tokens: Tokens, val_fraction: float, row_tokens: int = 0) -> tuple[Tokens, Tokens]:
+    """(train, validation) views; validation is the end. Each has `row_tokens` if there are enough for both."""
     check_fraction(val_fraction)
-    n_train = len(tokens) - round(len(tokens) * val_fraction)
+    n_val = round(len(tokens) * val_fraction)
+    if val_fraction and len(tokens) >= 2 * row_tokens:
+        n_val = min(max(n_val, row_tokens), len(tokens) - row_tokens)
+    n_train = len(tokens) - n_val
     return tokens[:n_train], tokens[n_train:]
 
 
@@ -328,26 +331,20 @@ def _encode(
     files: list[Path], tokenizer: Tokenizer, progress: Callable[[int, int], None] | None
 ) -> Iterator[Tokens]:
     all_bytes = total_bytes(files)
-    end_of_text = np.array([tokenizer.end_of_text_id], dtype=np.uint32)
     done_bytes = 0
-    for batch, size_bytes in _batches(files):
-        encoded = iter(tokenizer.encode([piece for piece in batch if piece is not None]))
-        yield from (end_of_text if piece is None else next(encoded) for piece in batch)
-        done_bytes += size_bytes
+
+    def pieces(path: Path) -> Iterator[str]:
+        nonlocal done_bytes
+        for piece in read_pieces(path):
+            done_bytes += len(piece.encode())
+            yield piece
+        yield END
+
+    def encode(windows: list[Window]) -> list[npt.NDArray[Any]]:
+        return [*tokenizer.encode_documents([window.text for window in windows])]
+
+    sources = (Source(str(path), pieces(path)) for path in files)
+    for arrays in encode_whole(tokenizer, sources, encode):
+        yield from arrays
         if progress:
             progress(done_bytes, all_bytes)
-
-
-def _batches(files: list[Path]) -> Iterator[tuple[list[str | None], int]]:
-    """(pieces of text, their bytes); None stands for the end of a document."""
-    batch: list[str | None] = []
-    size_bytes = 0
-    for path in files:
-        for piece in read_pieces(path, PIECE_BYTES):
-            batch.append(piece)
-            size_bytes += len(piece.encode())
-            if size_bytes >= BATCH_BYTES:
-                yield batch, size_bytes
-                batch, size_bytes = [], 0
-        batch.append(None)
-    yield batch, size_bytes

@@ -2,12 +2,15 @@
 
 import atexit
 import hashlib
+import json
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +30,36 @@ TRAIN_BYTES = 256 * MIB
 WORD_CHARACTERS = 1000
 """Of a longer run of letters, digits, blanks or signs the tokenizer learns the beginning: the trainer's time grows with
 the square of the longest word."""
+_UNKNOWN = "\0unknown"
+"""A name that no vocabulary has."""
 _RUNS = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 
 
+END = "\0"
+"""Stands for the end-of-text token in a document's text: what is text has no NUL."""
+Ids: TypeAlias = npt.NDArray[np.uint32]
+Positions: TypeAlias = npt.NDArray[np.int64]
+
+
+class EncodeError(UserError):
+    """A text that cannot be encoded."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(reason)
+        self.text = text
+
+
+class Words(NamedTuple):
+    """The tokens of a text, (n,) each: where they lie in it and of which word of the pre-tokenizer they are."""
+
+    ids: Ids
+    starts: Positions
+    ends: Positions
+    words: Positions
+
+
 class Tokenizer:
-    """A `tokenizers.Tokenizer` that adds, cuts and pads nothing.
+    """A `tokenizers.Tokenizer` that adds, cuts, pads and drops nothing.
 
     A special token's name met in the text is text, so the end-of-text id only ends documents.
     """
@@ -40,21 +68,49 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        self._backend = backend
-        self._encode_batch = getattr(backend, "encode_batch_fast", backend.encode_batch)
         self.end_of_text_id = end_of_text_id
         # Not the number of tokens: a tokenizer file may leave ids out.
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint: str = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        self._json: str = backend.to_str(pretty=True)
+        self.is_bpe = isinstance(backend.model, models.BPE)
+        self._backend = _prepared(backend)
+        self._end_id = backend.token_to_id(END)
+        self._encode_fast = getattr(backend, "encode_batch_fast", backend.encode_batch)
 
-    def encode(self, texts: list[str]) -> list[npt.NDArray[np.uint32]]:
-        """One array of ids per text, nothing added. Raises UserError for text it has no tokens for."""
-        try:
-            encodings = self._encode_batch(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            reason = " ".join(str(error).split())
-            raise UserError(f"the tokenizer cannot encode this text: {reason}") from error
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+    def encode(self, texts: list[str]) -> list[Ids]:
+        """One array of ids per text, nothing added. Raises EncodeError for text it has no tokens for."""
+        for text in texts:
+            if END in text:
+                raise EncodeError("NUL character, so not text: remove it", text)
+        return self.encode_documents(texts)
+
+    def encode_documents(self, texts: list[str]) -> list[Ids]:
+        """As `encode`, with the end-of-text id where END stands."""
+        return [self._ids(encoding) for encoding in self._encode(self._encode_fast, texts)]
+
+    def encode_with_ends(self, texts: list[str]) -> list[tuple[Ids, Positions]]:
+        """As `encode_documents`, and after how many characters of the text each token ends."""
+        if self._byte_counts is None:
+            found = self.encode_words(texts)
+            return [(words.ids, words.ends) for words in found]
+        pairs = []
+        for text, encoding in zip(texts, self._encode(self._encode_fast, texts), strict=True):
+            ends = self._byte_level_ends(text, encoding.ids)
+            if ends is None:
+                pairs += [(words.ids, words.ends) for words in self.encode_words([text])]
+            else:
+                pairs.append((self._ids(encoding), ends))
+        return pairs
+
+    def encode_words(self, texts: list[str]) -> list[Words]:
+        """As `encode_documents`, with all the library knows of the tokens: takes half as long again."""
+        found = []
+        for encoding in self._encode(self._backend.encode_batch, texts):
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            words = np.array(encoding.word_ids, dtype=np.int64)
+            found.append(Words(self._ids(encoding), offsets[:, 0], offsets[:, 1], words))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
@@ -63,11 +119,62 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The content of a tokenizer.json that `load_tokenizer` and transformers read."""
-        text: str = self._backend.to_str(pretty=True)
-        return text
+        return self._json
 
     def save(self, path: Path) -> None:
         write_text(path, self.to_json())
+
+    def _ids(self, encoding: tokenizers.Encoding) -> Ids:
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        ids[ids == self._end_id] = self.end_of_text_id
+        return ids
+
+    def _encode(
+        self, encode: Callable[..., list[tokenizers.Encoding]], texts: list[str]
+    ) -> list[tokenizers.Encoding]:
+        try:
+            return encode(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise self._explained(texts, error) from error
+
+    def _explained(self, texts: list[str], error: Exception) -> EncodeError:
+        """The first text that fails by itself, and why."""
+        for text in texts:
+            try:
+                self._encode_fast([text], add_special_tokens=False)
+            except Exception as alone:
+                reason = _dropped(self._json, text) if self.is_bpe else None
+                what = " ".join(str(alone).split())
+                return EncodeError(reason or f"the tokenizer cannot encode this text: {what}", text)
+        return EncodeError(f"the tokenizer cannot encode: {' '.join(str(error).split())}", texts[0])
+
+    @cached_property
+    def _byte_counts(self) -> Positions | None:
+        """(V,): the bytes of text that each token is, if tokens are bytes one to one; None of other tokenizers."""
+        if not _is_byte_level(self._backend):
+            return None
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        counts = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
+        for token, i in vocab.items():
+            counts[i] = len(token)
+        for i, added in self._backend.get_added_tokens_decoder().items():
+            counts[i] = len(added.content.encode())
+        return counts
+
+    def _byte_level_ends(self, text: str, ids: list[int]) -> Positions | None:
+        """(n,), by counting; None where something was taken out of the text or put into it."""
+        assert self._byte_counts is not None
+        normalizer, encoded = self._backend.normalizer, text.encode()
+        byte_ends = np.cumsum(self._byte_counts[ids])
+        if byte_ends[-1:] != len(encoded) or (
+            normalizer and normalizer.normalize_str(text) != text
+        ):
+            return None
+        if len(encoded) == len(text):
+            return byte_ends
+        first_bytes = (np.frombuffer(encoded, dtype=np.uint8) & 0xC0) != 0x80
+        ends: Positions = np.cumsum(first_bytes)[byte_ends - 1]
+        return ends
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -121,6 +228,55 @@ def load_tokenizer(path: Path, end_of_text: str | None = None) -> Tokenizer:
             f"{path}: no end-of-text token {' or '.join(names)}: name one with tokenizer.end_of_text"
         )
     return Tokenizer(backend, end_of_text_id)
+
+
+def _prepared(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """With a token for END, and so that no character is dropped and no place of a token trimmed."""
+    backend.post_processor = None
+    if isinstance(backend.model, models.BPE) and backend.model.unk_token is None:
+        # Without an unknown token BPE drops what it does not know; with one that is missing it raises.
+        backend.model.unk_token = _UNKNOWN
+    ids = set(backend.get_vocab(with_added_tokens=True).values())
+    n_model = backend.get_vocab_size(with_added_tokens=False)
+    # The library counts ids on from the size of the model, though others may have them where some were left out.
+    n_fillers = max(ids) + 1 - n_model if len(ids) <= max(ids) else 0
+    names = [*(f"{END}{i}{END}" for i in range(n_fillers)), END]
+    backend.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+    return backend
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether tokens are the bytes of the text, unless it is normalized."""
+    if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
+        return False
+    state = json.loads(backend.pre_tokenizer.__getstate__())
+    steps = state.get("pretokenizers", [state])
+    prefixed = [step.get("add_prefix_space") for step in steps if step["type"] == "ByteLevel"]
+    return prefixed == [False]
+
+
+def _dropped(tokenizer_json: str, text: str) -> str | None:
+    """What BPE would drop of `text`, in words: the same tokenizer with an unknown token finds it."""
+    description = json.loads(tokenizer_json)
+    vocab = description["model"]["vocab"]
+    unknown_id = vocab[_UNKNOWN] = max(vocab.values()) + 1
+    description["model"] |= {"unk_token": _UNKNOWN, "fuse_unk": False}
+    finder = tokenizers.Tokenizer.from_str(json.dumps(description))
+    finder.encode_special_tokens = True
+    lost: list[str] = []
+    for section in text.split(END):
+        encoding = finder.encode(section, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        places = dict.fromkeys(start for i, (start, _) in pairs if i == unknown_id)
+        lost += [section[start] for start in places]
+    if not lost:
+        return None
+    n_characters = len(text) - text.count(END)
+    return (
+        f"the tokenizer has no token for {lost[0]!r} (U+{ord(lost[0]):04X}): it would drop "
+        f"{len(lost)} of these {n_characters} characters ({len(lost) / n_characters:.2%}) "
+        "silently; use one that falls back to bytes or has an unknown token"
+    )
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.data import documents, store
+from memtrain.data import documents, store, whole
 from memtrain.data.documents import (
     cut,
     parse_record,
@@ -74,15 +74,17 @@ def test_what_is_learned_of_each_form(tmp_path: Path) -> None:
     ]
 
 
-def test_tokens_are_those_of_the_pieces_encoded_one_by_one(tmp_path: Path) -> None:
+def test_a_document_is_encoded_as_a_whole(tmp_path: Path) -> None:
+    """A token with a character of the completion is learned, so the first of it is not lost to the prompt's last."""
     bpe = train_bpe(["the cat sat on the mat\n"] * 20, 280)
     file = tokenized(write(tmp_path / "a.jsonl", {"prompt": "the c", "completion": "at sat"}), bpe)
-    parts = bpe.encode(["the c", "at sat"])
-    assert file.tokens.tolist() == [*parts[0].tolist(), *parts[1].tolist(), bpe.end_of_text_id]
+    (ids,) = bpe.encode(["the cat sat"])
+    assert file.tokens.tolist() == [*ids.tolist(), bpe.end_of_text_id]
     assert file.dtype == np.dtype("<u2")
     assert file.roles is not None
-    learned = file.roles & LEARNED
-    assert learned.tolist() == [0] * len(parts[0]) + [1] * (len(parts[1]) + 1)
+    before = len(bpe.decode(ids[:1]))
+    assert bpe.decode(ids) == "the cat sat" and bpe.decode(ids[1:2]) == " cat" and before == 3
+    assert (file.roles & LEARNED).tolist() == [0] + [1] * len(ids)
 
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
@@ -93,15 +95,20 @@ RECORDS = st.one_of(
 )
 
 
-@given(st.lists(RECORDS, min_size=1, max_size=8), st.integers(1, 9), st.integers(1, 30))
+@given(
+    st.lists(RECORDS, min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 30),
+)
 def test_no_token_is_lost_however_text_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, records: list[Any], piece: int, batch: int
+    tmp_path_factory: pytest.TempPathFactory, records: list[Any], window: int, seam: int, batch: int
 ) -> None:
     folder = tmp_path_factory.mktemp("records")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_BYTES", piece)
-        patch.setattr(documents.cut, "__defaults__", (piece,))
-        patch.setattr(documents, "BATCH_BYTES", batch)
+        patch.setattr(whole, "WINDOW", window)
+        patch.setattr(whole, "SEAM", seam)
+        patch.setattr(whole, "BATCH", batch)
         file = tokenized(write(folder / "a.jsonl", *records))
     texts = [r.get("prompt", "") + r.get("completion", r.get("text", "")) for r in records]
     assert file.tokens.tolist() == [i for text in texts for i in [*text.encode(), 256]]
@@ -217,7 +224,7 @@ def test_the_cache_keeps_documents_and_text_apart(tmp_path: Path) -> None:
 def test_progress_counts_the_bytes_of_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "BATCH_BYTES", 4)
+    monkeypatch.setattr(whole, "BATCH", 4)
     path = write(tmp_path / "a.jsonl", *[{"text": "abcd"}] * 5)
     seen: list[tuple[int, int]] = []
     tokenize_documents([path], TOKENIZER, tmp_path, lambda *done: seen.append(done))

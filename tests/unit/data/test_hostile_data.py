@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memtrain.data import documents, store
+from memtrain.data import whole
 from memtrain.data.corpus import fingerprint, read_pieces, text_files, total_bytes
 from memtrain.data.documents import tokenize_documents
 from memtrain.data.store import make_folder, open_tokens, tokenize_files, write_tokens
@@ -107,8 +107,7 @@ def peak_bytes() -> int:
 def test_a_file_that_changes_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(store, "BATCH_BYTES", 8)
-    monkeypatch.setattr(documents, "BATCH_BYTES", 8)
+    monkeypatch.setattr(whole, "BATCH", 8)
     path = tmp_path / "grows.txt"
     path.write_text('{"text": "one line"}\n' * 10, encoding="utf-8")
 

