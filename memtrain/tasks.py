@@ -498,10 +498,9 @@ def machine_card(device: torch.device) -> Card | None:
 
 def sample(config: Config, model: Transformer, tokenizer: Tokenizer) -> str:
     """The prompt and what the model makes of it."""
-    prompt = tokenizer.encode([config.generate.prompt])[0].tolist() or [tokenizer.end_of_text_id]
     tokens = generate_tokens(
         model,
-        prompt,
+        build.prompt_ids(config, tokenizer),
         config.generate.tokens,
         config.generate.temperature,
         config.generate.top_k,

@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -60,24 +60,33 @@ def text_files(paths: list[str], base: Path, suffix: str = "") -> list[Path]:
 
 
 def split(files: list[Path], val_fraction: float) -> tuple[list[Path], list[Path]]:
-    """(train, validation) files: evenly spread ones are held out, the same on every machine.
+    """(train, validation) files: about `val_fraction` of their bytes is held out, the same on every machine.
 
-    Where that is less than one file, all are for training: split their tokens instead.
+    Where files are too few or too unlike for that, all are for training: split their tokens instead.
     """
-    check_fraction(val_fraction)
-    whole_files = len(files) * val_fraction >= 1
-    held_out = set(evenly_spread(len(files), val_fraction) if whole_files else [])
+    sizes = [_stat(path).st_size for path in files]
+    held_out = set(spread(sizes, val_fraction))
+    held_bytes, all_bytes = sum(sizes[i] for i in held_out), sum(sizes)
+    wanted_bytes = val_fraction * all_bytes
+    if abs(held_bytes - wanted_bytes) > min(wanted_bytes, all_bytes - wanted_bytes) / 2:
+        held_out = set()
     train = [path for i, path in enumerate(files) if i not in held_out]
     return train, [files[i] for i in sorted(held_out)]
 
 
-def evenly_spread(count: int, val_fraction: float) -> list[int]:
-    """Which of `count` files or documents are held out; at least one stays on each side if two there are."""
+def spread(sizes: Sequence[int], val_fraction: float) -> list[int]:
+    """Which of the files or documents of these sizes are held out: from the largest to the smallest, each that brings
+    their share of the whole size nearer to `val_fraction`. So every size is held out in its share, as far as can be.
+    """
     check_fraction(val_fraction)
-    if val_fraction == 0 or count < 2:
-        return []
-    n_val = min(max(round(count * val_fraction), 1), count - 1)
-    return [(2 * i + 1) * count // (2 * n_val) for i in range(n_val)]
+    held_out, seen_size, held_size = [], 0, 0
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        seen_size += sizes[i]
+        due = val_fraction * seen_size - held_size
+        if 0 < sizes[i] < 2 * due:
+            held_out.append(i)
+            held_size += sizes[i]
+    return held_out
 
 
 def check_fraction(val_fraction: float) -> None:

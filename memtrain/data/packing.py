@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memtrain.data.corpus import evenly_spread
+from memtrain.data.corpus import spread
 from memtrain.data.loader import IGNORE_INDEX, Batch, Ids, Windows, in_order
 from memtrain.data.store import CHUNK_TOKENS, LAST, LEARNED, TokenFile, Tokens, chunks, entropy
 
@@ -89,12 +89,13 @@ class Packed:
 def pack_split(
     file: TokenFile, val_fraction: float, seq_len: int, keep_apart: bool
 ) -> tuple[Packed, Packed | None]:
-    """(train, validation) documents in rows; evenly spread ones are held out. One document alone is all training."""
+    """(train, validation) documents in rows; `val_fraction` of the tokens are held out, as near as whole documents
+    allow, but at least one document. One document alone is all training.
+    """
     assert file.roles is not None
     ends, n_targets = _documents(file.roles)
-    held_out = np.zeros(len(ends), dtype=bool)
-    held_out[evenly_spread(len(ends), val_fraction)] = True
     begins = np.concatenate(([0], ends[:-1]))
+    held_out = _held_out(ends - begins, val_fraction)
 
     def pack(chosen: npt.NDArray[np.bool_]) -> Packed:
         starts, lengths = _pieces(begins[chosen], ends[chosen], seq_len)
@@ -114,6 +115,20 @@ def pack_split(
         )
 
     return pack(~held_out), pack(held_out) if held_out.any() else None
+
+
+def _held_out(lengths: Ids, val_fraction: float) -> npt.NDArray[np.bool_]:
+    """(D,): which documents. One at least on each side if two there are: the one whose length is nearest to the share,
+    of several the middle one.
+    """
+    chosen = np.zeros(len(lengths), dtype=bool)
+    chosen[spread(lengths.tolist(), val_fraction)] = True
+    if val_fraction and len(lengths) > 1 and chosen.all() == chosen.any():
+        share = (1 - val_fraction if chosen.all() else val_fraction) * lengths.sum()
+        distance = np.abs(lengths - share)
+        nearest = np.flatnonzero(distance == distance.min())
+        chosen[nearest[len(nearest) // 2]] ^= True
+    return chosen
 
 
 def best_fit(lengths: Ids, capacity: int) -> Ids:

@@ -35,6 +35,7 @@ from memtrain.data.packing import Packed, PackedLoader, pack_split, packed_batch
 from memtrain.data.store import Tokens
 from memtrain.data.tokenizer import (
     TRAIN_BYTES,
+    EncodeError,
     Tokenizer,
     bytes_tokenizer,
     load_tokenizer,
@@ -100,8 +101,11 @@ class Data:
 def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
     """Tokenize or open what `data` names. Raises UserError for what cannot be read or is too short."""
     if config.data.source == "jsonl":
-        return _build_documents(config, base, progress)
-    data = _open_data(config, base, progress)
+        data = _build_documents(config, base, progress)
+    else:
+        data = _open_data(config, base, progress)
+    if data.tokenizer and config.generate.tokens:
+        prompt_ids(config, data.tokenizer)
     if isinstance(data.train, np.ndarray):
         count_samples(data.train, config.seq_len, training_name(config))
     if config.data.val_fraction == 0:
@@ -112,6 +116,14 @@ def build_data(config: Config, base: Path, progress: ProgressFor) -> Data:
         )
         count_samples(data.val, config.seq_len, what)
     return data
+
+
+def prompt_ids(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """Raises UserError for a prompt that cannot be encoded: before the training that it is to end."""
+    try:
+        return tokenizer.encode([config.generate.prompt])[0].tolist() or [tokenizer.end_of_text_id]
+    except EncodeError as error:
+        raise UserError(f"generate.prompt={config.generate.prompt!r}: {error}") from error
 
 
 def training_name(config: Config) -> str:
@@ -132,21 +144,26 @@ def _open_data(config: Config, base: Path, progress: ProgressFor) -> Data:
         assert isinstance(config.data.path, str)
         file = store.open_tokens(resolve_path(config.data.path, base))
         file.check_ids(config.model.vocab_size or file.vocab_size)
-        train, val = store.split_tokens(file.tokens, config.data.val_fraction)
+        train, val = store.split_tokens(file.tokens, config.data.val_fraction, config.seq_len + 1)
         return Data(train, val, file.vocab_size, None, content_of(file))
     return _build_text(config, base, progress)
 
 
 def _build_text(config: Config, base: Path, progress: ProgressFor) -> Data:
-    train_files, val_files = corpus.split(_text_files(config.data, base), config.data.val_fraction)
+    files = _text_files(config.data, base)
+    train_files, val_files = corpus.split(files, config.data.val_fraction)
     cache_dir = resolve_path(config.data.cache_dir, base)
     tokenizer = build_tokenizer(config.tokenizer, train_files, cache_dir, base, progress)
     train = _tokenize("tokenizing the text", train_files, tokenizer, cache_dir, progress)
+    row_tokens = config.seq_len + 1
     if val_files:
         val = _tokenize("tokenizing the held-out text", val_files, tokenizer, cache_dir, progress)
-        content = content_of(train, val)
-        return Data(train.tokens, val.tokens, tokenizer.vocab_size, tokenizer, content)
-    splits = store.split_tokens(train.tokens, config.data.val_fraction)
+        if min(train.count, val.count) >= row_tokens or train.count + val.count < 2 * row_tokens:
+            content = content_of(train, val)
+            return Data(train.tokens, val.tokens, tokenizer.vocab_size, tokenizer, content)
+        # Whole files leave one side without a row, though there is text for both.
+        train = _tokenize("tokenizing the text", files, tokenizer, cache_dir, progress)
+    splits = store.split_tokens(train.tokens, config.data.val_fraction, row_tokens)
     return Data(*splits, tokenizer.vocab_size, tokenizer, content_of(train))
 
 

@@ -1,14 +1,18 @@
 """Too few tokens are refused with file, tokens found and tokens needed; the number of samples is exact."""
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command import TINY_TEXT, Run
 
+from memtrain.config import Config
 from memtrain.data.loader import Loader, eval_batches
 from memtrain.data.store import write_tokens
+from memtrain.engine.build import build_data
 
 
 @pytest.mark.parametrize("n_tokens", [0, 1, 16])
@@ -40,6 +44,27 @@ def test_seventeen_are_one_sample(run: Run, tmp_path: Path) -> None:
     assert "· 1 steps an epoch ·" in finished.stdout
     lines = (finished.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["tokens"] for line in lines] == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n_train", "n_val"),
+    [
+        ([20_000, *[60] * 19], 20_062, 1_098),  # one giant: the small ones are held out
+        ([20_000, 10], 19_011, 1_001),  # no file of the size: the end of all tokens
+        ([400] * 38 + [14] * 2, 14_466, 802),
+        ([14] * 20, 283, 17),  # the file held out has not enough for a row
+        ([34], 18, 17),
+    ],
+)
+def test_both_sides_have_their_share_and_a_row(
+    tiny: Callable[..., Config], tmp_path: Path, sizes: list[int], n_train: int, n_val: int
+) -> None:
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number:02}.txt").write_text("x" * size, encoding="utf-8")
+    config = tiny("data=text", "data.path=*.txt", "tokenizer=bytes", "model.vocab_size=null")
+    data = build_data(config, tmp_path, lambda *_: nullcontext(lambda *_: None))
+    assert isinstance(data.train, np.ndarray) and isinstance(data.val, np.ndarray)
+    assert (len(data.train), len(data.val)) == (n_train, n_val)
 
 
 def test_a_thousand_tokens_are_fifteen_samples_of_64() -> None:

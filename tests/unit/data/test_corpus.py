@@ -99,26 +99,60 @@ def test_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
         text_files(["closed"], tmp_path)
 
 
-@given(st.integers(2, 200), st.floats(0, 1, exclude_max=True))
-def test_split_gives_each_file_to_one_side(n_files: int, val_fraction: float) -> None:
-    files = [Path(str(i)) for i in range(n_files)]
+def sized(folder: Path, sizes: list[int]) -> list[Path]:
+    files = [folder / f"{i:03}" for i in range(len(sizes))]
+    for path, size in zip(files, sizes, strict=True):
+        with path.open("wb") as file:
+            file.truncate(size)
+    return files
+
+
+@given(
+    st.lists(st.integers(0, 10_000), min_size=1, max_size=100), st.floats(0, 1, exclude_max=True)
+)
+def test_split_keeps_the_share_of_bytes(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], val_fraction: float
+) -> None:
+    files = sized(tmp_path_factory.getbasetemp(), sizes)
     train, val = split(files, val_fraction)
-    assert sorted(train + val) == sorted(files)
-    assert train
-    assert bool(val) == (n_files * val_fraction >= 1)
-    assert (train, val) == split(files, val_fraction)
+    assert sorted(train + val) == files
+    assert train and (train, val) == split(files, val_fraction)
+    wanted = val_fraction * sum(sizes)
+    held = sum(path.stat().st_size for path in val)
+    assert not val or abs(held - wanted) <= min(wanted, sum(sizes) - wanted) / 2
 
 
-def test_split_is_evenly_spread() -> None:
-    _, val = split([Path(f"{i:02}") for i in range(40)], 0.1)
-    assert [path.name for path in val] == ["05", "15", "25", "35"]
+@pytest.mark.parametrize(
+    ("sizes", "n_val", "share"),
+    [
+        ([1_000] * 200, 10, 0.05),
+        ([200_000, *[600] * 19], 18, 0.0511),  # of one giant and many small ones the small
+        ([*[600] * 10, 200_000, *[600] * 9], 18, 0.0511),
+        ([size * size for size in range(1, 101)], 10, 0.05),
+        ([200_000, 1_000], 0, 0),
+        ([1_000] * 9, 0, 0),
+    ],
+)
+def test_one_file_of_another_size_does_not_change_the_share(
+    tmp_path: Path, sizes: list[int], n_val: int, share: float
+) -> None:
+    _, val = split(sized(tmp_path, sizes), 0.05)
+    held = sum(path.stat().st_size for path in val)
+    assert held / sum(sizes) == pytest.approx(share, abs=0.002)
+    assert len(val) == pytest.approx(n_val, abs=5)
 
 
-def test_split_of_few_files_leaves_validation_to_the_tokens() -> None:
-    assert split([Path("a")], 0.5) == ([Path("a")], [])
-    assert split([Path("a"), Path("b")], 0.05) == ([Path("a"), Path("b")], [])
+def test_split_is_evenly_spread(tmp_path: Path) -> None:
+    _, val = split(sized(tmp_path, [10] * 40), 0.1)
+    assert [path.name for path in val] == ["005", "015", "025", "035"]
+
+
+def test_split_of_few_files_leaves_validation_to_the_tokens(tmp_path: Path) -> None:
+    one, two = sized(tmp_path, [10, 10])
+    assert split([one], 0.5) == ([one], [])
+    assert split([one, two], 0.05) == ([one, two], [])
     with pytest.raises(UserError, match="val_fraction is 1"):
-        split([Path("a")], 1.0)
+        split([one], 1.0)
 
 
 @given(

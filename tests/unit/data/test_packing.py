@@ -184,6 +184,15 @@ def test_a_document_is_on_one_side(
     assert train.n_targets + (val.n_targets if val else 0) == len(pairs(documents))
 
 
+def test_the_share_held_out_is_one_of_tokens(tmp_path: Path) -> None:
+    """One document of 2,000 tokens among 300 of 10: 5 % of all tokens are held out, and 25 documents for it."""
+    documents = [(1, 9)] * 150 + [(1, 1_999)] + [(1, 9)] * 150
+    train, val = pack_split(token_file(tmp_path, documents), 0.05, 16, True)
+    assert val is not None
+    assert (int(train.lengths.sum()), int(val.lengths.sum())) == (4_750, 250)
+    assert (train.n_documents, val.n_documents) == (276, 25)
+
+
 @given(DOCUMENTS)
 def test_entropy_is_that_of_the_targets(
     tmp_path_factory: pytest.TempPathFactory, documents: Documents

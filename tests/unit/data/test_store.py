@@ -208,3 +208,10 @@ def test_split_tokens_gives_views_of_start_and_end() -> None:
     assert (train.tolist(), val.tolist()) == (list(range(7)), [7, 8, 9])
     assert np.shares_memory(train, tokens)
     assert len(split_tokens(tokens, 0.0)[1]) == 0
+
+
+@pytest.mark.parametrize(("row", "n_val"), [(0, 1), (4, 4), (10, 10), (11, 1)])
+def test_each_side_has_a_row_if_there_are_two(row: int, n_val: int) -> None:
+    """With 21 tokens and a row of 11 there is not enough for both: the share decides."""
+    assert len(split_tokens(np.arange(21), 0.05, row)[1]) == n_val
+    assert len(split_tokens(np.arange(21), 0.95, row)[0]) == n_val
