@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from memtrain.config import Config
 from memtrain.data import whole
 from memtrain.data.documents import tokenize_documents
 from memtrain.data.store import LEARNED, TokenFile, tokenize_files
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
+from memtrain.engine.build import build_data, prompt_ids
 from memtrain.errors import UserError
 
 LLAMA_3 = (
@@ -265,6 +268,21 @@ def test_a_character_that_would_be_dropped_is_refused(
         loaded.encode([LOSSY])
     assert len(loaded.encode(["alpha beta"])[0]) >= 9
     assert loaded.to_json() == backend.to_str(pretty=True)
+
+
+def test_a_prompt_that_would_lose_characters_is_refused_before_training(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    characters().save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text("alpha beta " * 9, encoding="utf-8")
+    config = tiny(
+        "data=text", "data.path=a.txt", "tokenizer=file", "tokenizer.path=t.json",
+        "model.vocab_size=null", "generate.tokens=1", "generate.prompt='alpha é'",
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"generate\.prompt='alpha é': .* no token for 'é'"):
+        build_data(config, tmp_path, lambda *_: nullcontext(lambda *_: None))
+    with pytest.raises(UserError, match=r"generate\.prompt='alpha é': .* no token for 'é'"):
+        prompt_ids(config, load_tokenizer(tmp_path / "t.json"))
 
 
 def test_what_is_taken_out_on_purpose_is_no_loss(tmp_path: Path) -> None:
