@@ -24,6 +24,7 @@ import hydra.core.plugins
 import torch._dynamo  # noqa: F401
 from command import WarmProcess
 
+import memtrain.cli
 import memtrain.tasks  # noqa: F401
 from memtrain import sweep
 
