@@ -9,7 +9,13 @@ import yaml
 
 from memtrain.units import MIB
 
-CARDS_DIR = Path(__file__).resolve().parent.parent / "conf" / "gpu"
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT = None if (PACKAGE / "conf").is_dir() else PACKAGE.parent
+"""The folder that has conf/ at its top; None: conf/ came with an installed package."""
+CONF_DIR = (CHECKOUT or PACKAGE) / "conf"
+CARDS_DIR = CONF_DIR / "gpu"
+PROGRAM = "python train.py" if CHECKOUT else "memtrain"
+"""What is typed."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,13 @@ class Card:
         return value
 
 
+def load_yaml(path: Path) -> dict[str, Any]:
+    """One of our own files, by libyaml where that is there: ten times as fast."""
+    safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    values: dict[str, Any] = safe(path.read_text(encoding="utf-8")).get_single_data()
+    return values
+
+
 def card_names() -> list[str]:
     """The cards that have a file; `auto` is a choice, not a card."""
     return sorted(path.stem for path in CARDS_DIR.glob("*.yaml") if path.stem != "auto")
@@ -69,7 +82,7 @@ def load_card(name: str) -> Card:
     path = CARDS_DIR / f"{name}.yaml"
     if name not in card_names():
         raise ValueError(f"unknown GPU {name!r}: choose one of {', '.join(card_names())}")
-    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = load_yaml(path)
     return Card(**{field.name: values[field.name] for field in fields(Card)})
 
 

@@ -13,12 +13,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
-from memtrain.cards import CARDS_DIR, Card
+from memtrain.cards import CONF_DIR, Card, load_yaml
 from memtrain.errors import UserError
-
-CONF_DIR = CARDS_DIR.parent
 
 
 @dataclass(frozen=True)
@@ -344,29 +340,23 @@ class Config:
     sweep: SweepConfig
 
 
-ELSEWHERE = {
-    "batch_size": "micro_batch",
-    "learning_rate": "optimizer.lr",
-    "gradient_accumulation_steps": "accum",
-    "gradient_checkpointing": "checkpoint_every",
-    "max_steps": "steps",
-}
-"""What other trainers call some of the keys."""
-
-
 def similar_keys(wrong: str) -> list[str]:
     """Full names of the keys, or the group, that `wrong` may mean."""
-    if wrong in ELSEWHERE:
-        return [ELSEWHERE[wrong]]
-    keys = [*_all_keys(Config, ""), *(path.name for path in CONF_DIR.iterdir() if path.is_dir())]
+    keys = [*all_keys(), *groups()]
     same_name = [key for key in keys if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
     return same_name or difflib.get_close_matches(wrong, keys, n=1, cutoff=0.7)
 
 
-def _all_keys(cls: type[Any], path: str) -> Iterator[str]:
-    for name, hint in get_type_hints(cls).items():
+def groups() -> list[str]:
+    """What `group=choice` may begin with."""
+    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+
+
+def all_keys(cls: type[Any] | None = None, path: str = "") -> Iterator[str]:
+    """Of the whole tree, as in `optimizer.lr`, those of `Config` itself first."""
+    for name, hint in get_type_hints(cls or Config).items():
         if is_dataclass(hint):
-            yield from _all_keys(hint, f"{path}{name}.")  # type: ignore[arg-type]
+            yield from all_keys(hint, f"{path}{name}.")  # type: ignore[arg-type]
         else:
             yield f"{path}{name}"
 
@@ -944,7 +934,7 @@ def _recomputes_named_blocks(config: Config) -> bool:
 
 def no_effect_warnings(config: Config) -> list[str]:
     """Switches that are set but change nothing here, one line each."""
-    defaults = yaml.safe_load((CONF_DIR / "config.yaml").read_text(encoding="utf-8"))
+    defaults = load_yaml(CONF_DIR / "config.yaml")
     found = []
     for key, needed, has in EFFECTS:
         group, name = key.split(".")

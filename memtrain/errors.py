@@ -1,5 +1,7 @@
 """What a user can have done wrong, and the exit code of each way to end. The README lists them."""
 
+import sys
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -26,3 +28,13 @@ class Stopped(RuntimeError):
 
 class NotFiniteError(RuntimeError):
     """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+def print_warning(text: str) -> None:
+    """One line `warning: ...` on stderr."""
+    print(f"warning: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)
+
+
+def print_error(text: str) -> None:
+    """One line `error: ...` on stderr."""
+    print(f"error: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)

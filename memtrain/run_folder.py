@@ -8,9 +8,10 @@ outputs/runs/<name>/<date_time_pid>/
 
 import fcntl
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,19 @@ def write_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """NaN and infinity become null."""
+    write_text(path, json.dumps(finite(value), indent=2) + "\n")
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_synced(path: Path, *parts: Iterable[bytes | memoryview]) -> None:

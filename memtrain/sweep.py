@@ -1,6 +1,7 @@
 """Sweeps: every job is a fresh process, a failing job is a row, the table comes at the end."""
 
 import json
+import logging
 import math
 import shutil
 import subprocess
@@ -15,9 +16,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import read_write
 
-from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError
+from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError, print_error
 from memtrain.run_folder import LOCK, SUMMARY, locked, newest, write_text
 from memtrain.stop import ASK, StopRequest, exit_code
+
+log = logging.getLogger("memtrain")
 
 OVERRIDES = "overrides.json"
 """In a sweep's folder: what was typed, and so which jobs it has. In a job's: its own."""
@@ -33,11 +36,14 @@ _OF_THE_SWEEP = (
 )
 
 
-def run_job(script: Path, settings: Any, resume: bool, metric_name: str) -> float:
+def run_job(
+    program: list[str], settings: Any, resume: bool, metric_name: str, wrong: str | None
+) -> float:
     """Run one job of a sweep (`settings` is Hydra's own config) and return its metric, the worst there is if it failed.
 
-    With `resume` a job that is done is not run again, and one that has a checkpoint goes on from it, however it ended.
-    Raises Stopped where a signal has ended it, UserError if it still runs or was begun with other overrides.
+    `program` is started for it, unless its config is known to be `wrong`. With `resume` a job that is done is not run
+    again, and one that has a checkpoint goes on from it, however it ended. Raises Stopped where a signal has ended it,
+    UserError if it still runs or was begun with other overrides.
     """
     if stop.requested:
         raise Stopped(exit_code(stop.requested), STOPPED)
@@ -60,8 +66,10 @@ def run_job(script: Path, settings: Any, resume: bool, metric_name: str) -> floa
             (folder / left_over).unlink(missing_ok=True)
         write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
     arguments = job_arguments(settings, folder) + ([f"resume={quoted(folder)}"] if goes_on else [])
-    command = [sys.executable, str(script), *arguments]
-    code = run_process(command, settings.runtime.cwd, folder / LOG)
+    if wrong and not goes_on:
+        code = refuse_job(wrong, folder)
+    else:
+        code = run_process([*program, *arguments], settings.runtime.cwd, folder / LOG)
     summary = read_summary(folder)
     if summary is None:
         status = "interrupted" if stop.requested else "failed"
@@ -78,6 +86,15 @@ def run_job(script: Path, settings: Any, resume: bool, metric_name: str) -> floa
     if stop.requested:
         raise Stopped(exit_code(stop.requested), STOPPED)
     return metric
+
+
+def refuse_job(wrong: str, folder: Path) -> int:
+    """As the job itself would, without a process for it. The exit code."""
+    print_error(wrong)
+    log.error(wrong)
+    write_text(folder / LOG, f"error: {wrong}\n")
+    write_text(folder / SUMMARY, json.dumps({"status": "refused", "error": wrong}) + "\n")
+    return EXIT_REFUSED
 
 
 def of_the_job(overrides: Iterable[str]) -> list[str]:
@@ -263,10 +280,15 @@ def use_folder(config: Any, folder: Path) -> None:
 
 
 def report_sweep(folder: Path, summaries: list[dict[str, Any]]) -> None:
-    from memtrain.report import console, plots, tables
+    from memtrain.report import console, tables
 
     rows = tables.sweep_rows(summaries)
     console.print_table(tables.sweep_table(rows))
     tables.write_sweep(rows, folder)
+    if all(row["status"] == "refused" for row in rows):  # nothing to draw, nor to wait for
+        print(f"{folder / 'sweep.md'} and sweep.csv hold the table", flush=True)
+        return
+    from memtrain.report import plots
+
     plots.save_png(plots.sweep_figure(rows), folder / "sweep.png")
     print(f"{folder / 'sweep.md'}, sweep.csv and sweep.png hold the table", flush=True)

@@ -1,12 +1,8 @@
 """What `task=` selects. The only module that sees everything: config, engine, report."""
 
-import errno
-import logging
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -45,16 +41,7 @@ from memtrain.engine.optimizers import state_bytes_per_parameter
 from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, restore
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
-from memtrain.errors import (
-    EXIT_FAILED,
-    EXIT_NOT_FINITE,
-    EXIT_OUT_OF_MEMORY,
-    EXIT_REFUSED,
-    NotFiniteError,
-    SaveError,
-    Stopped,
-    UserError,
-)
+from memtrain.errors import UserError
 from memtrain.memory import file_store
 from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
@@ -63,134 +50,26 @@ from memtrain.planner.child import PlannerProcess, PlanningFailed
 from memtrain.planner.predict import make_plan
 from memtrain.report import console, formats, planned, tables
 from memtrain.report.board import Board
-from memtrain.report.recorder import Recorder, write_json
+from memtrain.report.recorder import Recorder
+from memtrain.run import Place, run_task, write_config
 from memtrain.run_folder import (
     CONFIG,
-    METRICS,
     SUMMARY,
     WEIGHTS,
     damaged,
     last_trained,
-    locked,
     named_checkpoint,
     newest,
     step_of,
-    write_text,
+    write_json,
 )
 from memtrain.stop import StopRequest
 from memtrain.units import MIB, format_bytes, format_count
 
-log = logging.getLogger("memtrain")
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run writes, the folder that relative paths start from, and what was typed."""
-
-    folder: Path
-    base: Path
-    overrides: list[str] = field(default_factory=list)
-    planner: PlannerProcess | None = None
-    """Predicts a training run while it prepares; None: planning is off."""
-    runs: Path | None = None
-    """Where the runs of this name are; None: beside `folder`."""
-
 
 def run(tree: dict[str, Any], place: Place) -> float | None:
-    """Run the task that the composed config names and leave summary.json, however it ends.
-
-    Returns the sweep's metric. Ends the process with the exit code of `memtrain.errors` if the task fails.
-    """
-    resumes = bool(tree.get("resume")) and newest(place.folder) is not None
-    if (place.folder / METRICS).exists() and not resumes:
-        console.print_error(
-            f"hydra.run.dir={place.folder}: holds a run already; choose another folder"
-        )
-        sys.exit(EXIT_REFUSED)
-    place.folder.mkdir(parents=True, exist_ok=True)
-    owned = False
-    summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
-    summary |= {"overrides": place.overrides, "run_dir": str(place.folder)}
-    try:
-        with locked(place.folder):
-            owned = True
-            if not resumes:
-                write_config(tree, place.folder)
-            config = config_module.parse(tree)
-            for warning in config_module.no_effect_warnings(config):
-                console.print_warning(warning)
-                log.warning(warning)
-            summary |= TASKS[config.task](config, place)
-            summary["metric"] = summary.get(config.sweep.metric)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        status, code = outcome(error)
-        summary |= {"status": status, "error": what_was_wrong(error, place.folder) or status}
-        log.log(logging.ERROR, summary["error"], exc_info=status not in ("refused", "interrupted"))
-        if code is None:
-            raise
-        console.print_error(summary["error"])
-        if status == "failed":
-            traceback.print_exc()
-        sys.exit(code)
-    finally:
-        kept = summary["status"] == "interrupted" and (place.folder / SUMMARY).exists()
-        if owned and not (resumes and (kept or summary["status"] == "refused")):
-            leave_summary(place.folder, summary)  # else the run is as it was
-        if place.planner:
-            place.planner.close()
-    metric: float | None = summary["metric"]
-    return metric
-
-
-def leave_summary(folder: Path, summary: dict[str, Any]) -> None:
-    try:
-        write_json(folder / SUMMARY, summary)
-    except OSError as error:  # how the run ended matters more
-        console.print_warning(f"{folder / SUMMARY}: not written ({error.strerror})")
-
-
-def what_was_wrong(error: BaseException, folder: Path) -> str:
-    """In one line."""
-    if isinstance(error, SystemExit):
-        return ""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        text = (
-            f"{error.filename or folder}: {error.strerror}; make room there, or let it be written"
-        )
-    return text
-
-
-def write_config(tree: dict[str, Any], folder: Path) -> None:
-    write_text(folder / CONFIG, yaml.safe_dump(tree, sort_keys=False))
-
-
-def outcome(error: BaseException) -> tuple[str, int | None]:
-    """Status and exit code of an error; no code: it ends the process by itself."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        console.print_error("interrupted; what was logged so far is in the run's folder")
-        return "interrupted", None
-    if isinstance(error, UserError):
-        return "refused", EXIT_REFUSED
-    if is_out_of_memory(error):
-        return "out_of_memory", EXIT_OUT_OF_MEMORY
-    if isinstance(error, Stopped):
-        return "interrupted", error.code
-    if isinstance(error, SaveError) or getattr(error, "errno", None) in DISK_ERRORS:
-        return "not_saved", EXIT_FAILED
-    if isinstance(error, NotFiniteError):
-        return "not_finite", EXIT_NOT_FINITE
-    return "failed", EXIT_FAILED
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """On the device or the host, whose allocator has no error type of its own in torch."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return "can't allocate memory" in text or "Storage size calculation overflowed" in text
+    """See `run_task`."""
+    return run_task(tree, place, TASKS)
 
 
 # --- train --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hydra.core.override_parser.types import OverrideType
 from omegaconf import OmegaConf
 from workbench import Workbench
 
+import memtrain.cli  # noqa: F401  registers the resolvers that the config uses
 from memtrain.config import Config, parse
 
 CONF = ROOT / "conf"

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from memtrain.cards import Card
-from memtrain.config import CONF_DIR, RULES, Config, OffloadMode, Precision, segment_blocks
+from memtrain.cards import CONF_DIR, Card
+from memtrain.config import RULES, Config, OffloadMode, Precision, segment_blocks
 from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
 from memtrain.planner.predict import predict

@@ -12,6 +12,8 @@ from rich import progress as bars
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from memtrain.errors import print_error as print_error
+from memtrain.errors import print_warning as print_warning
 from memtrain.units import format_bytes, format_count, format_seconds, gib
 
 log = logging.getLogger("memtrain")
@@ -123,16 +125,6 @@ def print_header(config_lines: Iterable[str]) -> None:
 def print_verdict(text: str, good: bool) -> None:
     """The one line that says whether it fits."""
     say(text, style="bold green" if good else "bold red")
-
-
-def print_warning(text: str) -> None:
-    """One line `warning: ...` on stderr."""
-    print(f"warning: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)
-
-
-def print_error(text: str) -> None:
-    """One line `error: ...` on stderr."""
-    print(f"error: {' '.join(text.splitlines())}", file=sys.stderr, flush=True)
 
 
 def print_table(table: RenderableType) -> None:

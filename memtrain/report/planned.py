@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from memtrain.cards import PROGRAM
 from memtrain.report.tables import category_table
 from memtrain.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -99,7 +100,7 @@ def suggestion_lines(
             f"{number}. {' '.join(found['overrides'])}: {format_bytes(found['peak_allocated_bytes'])} at the peak, "
             f"{format_bytes(found['host_bytes'])} on the host, {format_count(found['tokens_per_second'])} tok/s"
         )
-        lines.append(f"   python train.py {' '.join(words)}")
+        lines.append(f"   {PROGRAM} {' '.join(words)}")
     return lines or [
         "nothing near this config fits: a smaller model or seq_len, or a larger card, would"
     ]

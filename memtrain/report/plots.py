@@ -4,15 +4,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from memtrain.report.formats import FloatFormat, GradientHistogram
 from memtrain.units import format_bytes, format_count, gib
+
+if TYPE_CHECKING:  # a sweep's table needs no torch
+    from memtrain.report.formats import FloatFormat, GradientHistogram
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
 """Okabe and Ito's colours, told apart with every common kind of colour blindness."""
@@ -134,7 +136,7 @@ def stack_order(ax: Axes) -> tuple[list[Any], list[str]]:
 
 
 def gradient_histogram_figure(
-    histograms: Mapping[str, GradientHistogram], formats: Sequence[FloatFormat]
+    histograms: Mapping[str, "GradientHistogram"], formats: Sequence["FloatFormat"]
 ) -> Figure:
     """Size of the gradients by kind of layer, above what each format can hold."""
     fig = Figure(figsize=(10, 6), layout="constrained")
@@ -154,7 +156,7 @@ def gradient_histogram_figure(
     return fig
 
 
-def draw_formats(ax: Axes, formats: Sequence[FloatFormat]) -> None:
+def draw_formats(ax: Axes, formats: Sequence["FloatFormat"]) -> None:
     """A bar from the smallest to the largest number of each format, paler where subnormal."""
     for index, form in enumerate(formats):
         tiny, normal, largest = map(
@@ -170,7 +172,7 @@ def draw_formats(ax: Axes, formats: Sequence[FloatFormat]) -> None:
     style_axes(ax, "x")
 
 
-def visible_range(histograms: Mapping[str, GradientHistogram]) -> tuple[float, float]:
+def visible_range(histograms: Mapping[str, "GradientHistogram"]) -> tuple[float, float]:
     """From what the gradients need and at least fp16's range, with some air."""
     ends = [(-26.0, 18.0)]
     for histogram in histograms.values():

@@ -1,14 +1,13 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events and the figures of the summary."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from memtrain.report.board import TAGS, Board
 from memtrain.report.console import perplexity
-from memtrain.run_folder import METRICS, write_text
+from memtrain.run_folder import METRICS, finite, write_text
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
@@ -112,16 +111,3 @@ def records_until(path: Path, step: int) -> list[dict[str, Any]]:
         if isinstance(record, dict) and record.get("step", step + 1) <= step:
             records.append(record)
     return records
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """NaN and infinity become null."""
-    write_text(path, json.dumps(finite(value), indent=2) + "\n")
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

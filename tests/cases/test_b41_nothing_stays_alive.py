@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memtrain import tasks
+from memtrain import run, tasks
 from memtrain.config import Config
 from memtrain.engine import build
 
@@ -30,9 +30,7 @@ def test_no_model_outlives_its_job(
         raise MemoryError("no room")
 
     monkeypatch.setattr(build, "build_model", watched)
-    monkeypatch.setattr(
-        tasks.log, "disabled", True
-    )  # pytest keeps what is logged, and its traceback
+    monkeypatch.setattr(run.log, "disabled", True)  # pytest keeps what is logged, and its traceback
     codes = []
     for job in range(4):
         config = tiny("steps=2", "plan=off", "schedule.warmup=0", f"seed={job}")

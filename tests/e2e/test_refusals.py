@@ -9,8 +9,20 @@ from command import TINY_TEXT, Run
 WRONG_COMMANDS = {
     "an unknown key": (["steeps=3"], ["steeps", "did you mean steps?"]),
     "a group misspelt": (["precsion=bf16"], ["precsion: unknown", "did you mean precision?"]),
-    "a key without its group": (["lr=0.1"], ["lr: unknown", "did you mean optimizer.lr?"]),
-    "a key by another trainer's name": (["batch_size=4"], ["did you mean micro_batch?"]),
+    "a key without its group": (
+        ["n_layers=2"],
+        ["n_layers: unknown", "did you mean model.n_layers?"],
+    ),
+    "words of other trainers": (
+        ["--learning_rate", "1e-4", "batch_size=4", "fp16=true", "debug=tiny", "steeps=3"],
+        [
+            "--learning_rate 1e-4: use optimizer.lr=1e-4;",
+            "batch_size=4: use micro_batch=4;",
+            "fp16=true: use precision=fp16;",
+            "did you mean steps?",
+        ],
+    ),
+    "another trainer's value": (["precision=bf16-mixed"], ["use precision=bf16"]),
     "a number for a group, beside one that is not": (
         ["accum=3", "offload=4"],
         ["error: offload=4: a group takes"],

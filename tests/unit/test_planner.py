@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memtrain import tasks
+from memtrain import run, tasks
 from memtrain.cards import Card, load_card, match_card
 from memtrain.config import no_effect_warnings
 from memtrain.engine.build import build_dimensions
@@ -224,7 +224,7 @@ def test_out_of_memory_ends_with_one_screen(shaped, tmp_path, capsys):
         words = shlex.split(command)
         assert "name=a b" in words
         assert sum(word.startswith("micro_batch=") for word in words) == 1
-    assert tasks.outcome(error) == ("out_of_memory", EXIT_OUT_OF_MEMORY)
+    assert run.outcome(error) == ("out_of_memory", EXIT_OUT_OF_MEMORY)
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
 
 
