@@ -40,7 +40,7 @@ def test_vocabulary_files_may_have_a_mark(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "t.json").fingerprint == bytes_tokenizer().fingerprint
 
 
-@pytest.mark.parametrize("data", ["text", "jsonl"])
+@pytest.mark.parametrize("data", ["text", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_no_default_encoding_is_relied_on(tmp_path: Path, data: str) -> None:
     """A whole run where each use of the platform's encoding is an error, with text that is not ASCII."""
     text = "Grüße, Welt — 世界 😀\n" * 200

@@ -62,7 +62,7 @@ def test_a_run_says_whether_documents_are_kept_apart(run: Run, tmp_path: Path, m
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 20, encoding="utf-8")
     finished = run(
         "debug=tiny", "data=jsonl", "data.path=a.jsonl", f"data.document_mask={mask}", "tokenizer=bytes",
-        "model.vocab_size=null", "steps=2", "plan=on", cwd=tmp_path,
+        "model.vocab_size=null", "steps=2", f"plan={'on' if mask == 'true' else 'off'}", cwd=tmp_path,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     (line,) = [line for line in finished.stdout.splitlines() if line.startswith("documents")]
