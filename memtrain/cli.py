@@ -173,6 +173,7 @@ def main() -> int:
     argparse.ArgumentParser.error = refuse_flags  # type: ignore[method-assign, assignment]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own report
     logging.raiseExceptions = False  # a log that cannot be written is no reason to fill the screen
+    logging.lastResort = None  # nor one that is not wanted
     threading.excepthook = leave_to_who_waits
     try:
         job()
