@@ -72,7 +72,7 @@ def job(config: DictConfig) -> float | None:
     tree = plain_tree(config)
     folder, base = Path(settings.runtime.output_dir), Path(settings.runtime.cwd)
     runs = resolve_path(tree["outputs"], base) / "runs" / folder_name(tree["name"])
-    place = Place(folder, base, list(settings.overrides.task), None, runs)
+    place = Place(folder, base, sweep.typed(settings.overrides.task), None, runs)
     if what_is_wrong(config):
         return run_task(tree, place, {})  # which says so, and needs no torch for that
     take_pinned_buffers_as_asked()

@@ -349,7 +349,9 @@ def similar_keys(wrong: str) -> list[str]:
 
 def groups() -> list[str]:
     """What `group=choice` may begin with."""
-    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+    return sorted(
+        path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != "hydra"
+    )
 
 
 def all_keys(cls: type[Any] | None = None, path: str = "") -> Iterator[str]:

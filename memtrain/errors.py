@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Something the user chose or supplied cannot work: one line with what, where and the remedy."""
 
 
+class NothingToDo(Exception):
+    """The run that `resume` names has come to its end."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are whole."""
 

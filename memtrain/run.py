@@ -8,7 +8,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from memtrain.errors import (
     EXIT_OUT_OF_MEMORY,
     EXIT_REFUSED,
     NotFiniteError,
+    NothingToDo,
     SaveError,
     Stopped,
     UserError,
@@ -29,7 +30,15 @@ from memtrain.errors import (
     print_warning,
 )
 from memtrain.planner.child import PlannerProcess
-from memtrain.run_folder import CONFIG, METRICS, SUMMARY, locked, newest, write_json, write_text
+from memtrain.run_folder import (
+    CONFIG,
+    SUMMARY,
+    HeldLog,
+    newest,
+    read_summary,
+    write_json,
+    write_text,
+)
 
 log = logging.getLogger("memtrain")
 
@@ -47,6 +56,8 @@ class Place:
     """Predicts a training run while it prepares; None: planning is off."""
     runs: Path | None = None
     """Where the runs of this name are; None: beside `folder`."""
+    held: HeldLog | None = None
+    """Of a run that goes on: its folder stays as it is until this is released."""
 
 
 Task: TypeAlias = Callable[[Config, Place], dict[str, Any]]
@@ -59,25 +70,23 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
     A config that is refused needs no tasks. Returns the sweep's metric. Ends the process with the exit code of
     `memtrain.errors` if the task fails.
     """
-    resumes = bool(tree.get("resume")) and newest(place.folder) is not None
-    if (place.folder / METRICS).exists() and not resumes:
-        print_error(f"hydra.run.dir={place.folder}: holds a run already; choose another folder")
-        sys.exit(EXIT_REFUSED)
     place.folder.mkdir(parents=True, exist_ok=True)
-    owned = False
+    if tree.get("resume") and newest(place.folder):
+        place = replace(place, held=HeldLog())
     summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
     summary |= {"overrides": place.overrides, "run_dir": str(place.folder)}
     try:
-        with locked(place.folder):
-            owned = True
-            if not resumes:
-                write_config(tree, place.folder)
-            config = config_module.parse(tree)
-            for warning in config_module.no_effect_warnings(config):
-                print_warning(warning)
-                log.warning(warning)
-            summary |= tasks[config.task](config, place)
-            summary["metric"] = summary.get(config.sweep.metric)
+        if not place.held:
+            write_config(tree, place.folder)
+        config = config_module.parse(tree)
+        for warning in config_module.no_effect_warnings(config):
+            print_warning(warning)
+            log.warning(warning)
+        summary |= tasks[config.task](config, place)
+        summary["metric"] = summary.get(config.sweep.metric)
+    except NothingToDo as done:
+        print(done, flush=True)
+        summary = read_summary(place.folder) or summary
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         status, code = outcome(error)
         summary |= {"status": status, "error": what_was_wrong(error, place.folder) or status}
@@ -89,12 +98,11 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
             traceback.print_exc()
         sys.exit(code)
     finally:
-        kept = summary["status"] == "interrupted" and (place.folder / SUMMARY).exists()
-        if owned and not (resumes and (kept or summary["status"] == "refused")):
+        if not place.held or place.held.released:
             leave_summary(place.folder, summary)  # else the run is as it was
         if place.planner:
             place.planner.close()
-    metric: float | None = summary["metric"]
+    metric: float | None = summary.get("metric")
     return metric
 
 

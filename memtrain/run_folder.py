@@ -8,11 +8,14 @@ outputs/runs/<name>/<date_time_pid>/
 
 import fcntl
 import json
+import logging
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,17 @@ STATE, CONFIG, META = "state.pt", "config.yaml", "meta.json"
 FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG)
 """Of a checkpoint; META, written last, knows how long they are."""
 LOCK = ".lock"
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS, SUMMARY, PLAN = "metrics.jsonl", "summary.json", "plan.json"
+OVERRIDES, JOB_LOG = "overrides.json", "stderr.log"
+"""By a sweep: what was typed for it, and in each job's folder what that job was given, and what it said."""
+RUN_RESULTS = (
+    *(METRICS, PLAN, CHECKPOINTS, WEIGHTS, DIMENSIONS, "tokenizer.json", "events.out.tfevents.*"),
+    *("timeline.png", "numerics.png", "memory_snapshot.pickle"),
+)
+RUN_FILES = (CONFIG, SUMMARY, *RUN_RESULTS)
+MULTIRUN = "multirun.yaml"
+SWEEP_FILES = (MULTIRUN, "optimization_results.yaml", "sweep.md", "sweep.csv", "sweep.png")
+JOB_FILES = (OVERRIDES, JOB_LOG)
 
 
 def step_name(step: int) -> str:
@@ -174,21 +187,127 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+class HeldLog:
+    """What is logged, until it is known that a finished run really goes on: only then it is written in its folder."""
+
+    def __init__(self) -> None:
+        self.released = False
+        self._memory = MemoryHandler(2**20, flushLevel=2**20, flushOnClose=False)
+        self._handlers = logging.root.handlers[:]
+        logging.root.handlers[:] = [self._memory]
+
+    def release(self) -> None:
+        self.released = True
+        logging.root.handlers[:] = self._handlers
+        for record in self._memory.buffer:
+            logging.root.callHandlers(record)
+
+
+# --- whose it is --------------------------------------------------------------------------------------------------
+
+
+def goes_on_in(folder: Path, resume: str | None, base: Path) -> bool:
+    """Whether the run in `folder` is the one that `resume` goes on with. Raises UserError if it is another one."""
+    there = newest(folder) if resume else None
+    if resume is None or there is None:
+        return False
+    checkpoint = there if resume == "latest" else named_checkpoint(resume, base)
+    if checkpoint is None:
+        raise UserError(
+            f"resume={resume}: no whole checkpoint in {resume}; start without it, or name another run"
+        )
+    if not there.samefile(checkpoint):
+        raise UserError(
+            f"hydra.run.dir={folder}: holds another run than {checkpoint}; choose another folder"
+        )
+    return True
+
+
+@contextmanager
+def owned(folder: Path, names: Iterable[str], key: str) -> Iterator[None]:
+    """`locked`, and nothing in `folder` was called as one of `names` before.
+
+    Raises UserError, which names the `key` that says the folder, before anything is written.
+    """
+    names = list(names)
+    try:
+        refuse_taken(folder, names, key)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{key}={folder}: {error.filename}: {error.strerror}") from error
+    with locked(folder):
+        refuse_taken(folder, names, key)  # by who held the lock a moment ago
+        yield
+
+
+def refuse_taken(folder: Path, names: list[str], key: str) -> None:
+    found = taken(folder, names)
+    if not found or was_refused(folder) or has_no_job(folder):
+        return
+    what = f"{', '.join(sorted(found))} would be overwritten"
+    if (folder / LOCK).exists():
+        what = f"holds a {'sweep' if found & {*SWEEP_FILES, *JOB_FILES} else 'run'} already"
+    raise UserError(f"{key}={folder}: {what}; choose another folder")
+
+
+def taken(folder: Path, names: Iterable[str]) -> set[str]:
+    """What is called in `folder` as one of `names`, which are patterns, or as it is while that is written."""
+    patterns = [pattern for name in names for pattern in (name, f".{name}.tmp")]
+    there = os.listdir(folder) if folder.exists() else []  # noqa: PTH208  with links to nowhere
+    return {name for name in there if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def was_refused(folder: Path) -> bool:
+    """Whether all that a run left there is the reason why it was refused."""
+    if taken(folder, (*RUN_RESULTS, *SWEEP_FILES, *JOB_FILES)):
+        return False
+    with suppress(ValueError, AttributeError):  # else a summary of another program
+        return (read_summary(folder) or {}).get("status") == "refused"
+    return False
+
+
+def has_no_job(folder: Path) -> bool:
+    """Whether all that a sweep left there is what was typed: a job could not be composed."""
+    ours = (OVERRIDES, MULTIRUN)
+    return taken(folder, (*RUN_FILES, *SWEEP_FILES, *JOB_FILES)) == set(ours) and not any(
+        folder.glob(f"*/**/{OVERRIDES}")
+    )
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """None: there is none. Raises ValueError where another wrote a file of that name."""
+    path = folder / SUMMARY
+    if not path.exists():
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
 @contextmanager
 def locked(run_folder: Path) -> Iterator[None]:
     """This process alone writes in `run_folder`. Raises UserError if another one does."""
     path = run_folder / LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; choose another folder") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
             raise UserError(
-                f"{run_folder}: process {owner} is writing this run; wait for it, or stop it"
+                f"{run_folder}: process {_owner(descriptor)} is writing this run; wait for it, or stop it"
             ) from None
+        if not re.fullmatch(r"\d+|unknown", _owner(descriptor)):
+            raise UserError(f"{path}: another program's file; choose another folder")
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
         os.close(descriptor)
+
+
+def _owner(descriptor: int) -> str:
+    """Who wrote the lock's file last."""
+    text = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+    return text or "unknown"

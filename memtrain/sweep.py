@@ -1,12 +1,11 @@
 """Sweeps: every job is a fresh process, a failing job is a row, the table comes at the end."""
 
 import json
-import logging
 import math
+import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,17 +13,32 @@ from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import read_write
+from omegaconf import OmegaConf, read_write
 
 from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError, print_error
-from memtrain.run_folder import LOCK, SUMMARY, locked, newest, write_text
+from memtrain.owner import (
+    check_single_process,
+    ends_the_process,
+    hydra_files,
+    report_error,
+    resolve_parts,
+)
+from memtrain.run_folder import (
+    JOB_FILES,
+    JOB_LOG,
+    OVERRIDES,
+    RUN_FILES,
+    SUMMARY,
+    SWEEP_FILES,
+    locked,
+    newest,
+    owned,
+    read_summary,
+    taken,
+    write_text,
+)
 from memtrain.stop import ASK, StopRequest, exit_code
 
-log = logging.getLogger("memtrain")
-
-OVERRIDES = "overrides.json"
-"""In a sweep's folder: what was typed, and so which jobs it has. In a job's: its own."""
-LOG = "stderr.log"
 STOPPED = "stopped; go on with sweep.resume=true"
 _OF_THE_SWEEP = (
     "hydra.mode",
@@ -34,6 +48,8 @@ _OF_THE_SWEEP = (
     "hydra.launch",
     "hydra/launch",
 )
+_WRITES_NOTHING = ("++hydra.output_subdir=null", "++hydra.job_logging.root=null")
+"""For the config that Hydra runs a job with here: its folder is written by the process of its own."""
 
 
 def run_job(
@@ -48,39 +64,40 @@ def run_job(
     if stop.requested:
         raise Stopped(exit_code(stop.requested), STOPPED)
     folder = Path(settings.runtime.output_dir)
-    overrides = of_the_job(settings.overrides.task)
+    overrides = of_the_job(typed(settings.overrides.task))
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
-    before = read_summary(folder) if resume else None
-    with locked(folder):
-        if resume:
+    of_sweep = {"job": settings.job.num, "sweep_dir": settings.sweep.dir}
+    goes_on = resume and (folder / OVERRIDES).exists()
+    names = () if goes_on else job_files(settings)
+    with owned(folder, names, "hydra.sweep.subdir"):
+        if goes_on:
             check_same(folder / OVERRIDES, overrides)
+        before = read_summary(folder) if goes_on else None
         if before and before["status"] == "ok":
             print(f"job {settings.job.num}: kept", flush=True)
-            return leave_summary(
-                folder, before | {"kept": True, "job": settings.job.num}, metric_name
-            )
-        goes_on = resume and newest(folder) is not None  # what it has saved is kept
-        if resume and not goes_on:
-            clear(folder)
-        for left_over in (SUMMARY, LOG):  # of an earlier sweep in this folder
-            (folder / left_over).unlink(missing_ok=True)
+            return leave_summary(folder, before | of_sweep | {"kept": True}, metric_name)
+        has_saved = newest(folder) is not None
+        if goes_on:
+            clear(folder, (SUMMARY, JOB_LOG) if has_saved else job_files(settings))
         write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
-    arguments = job_arguments(settings, folder) + ([f"resume={quoted(folder)}"] if goes_on else [])
-    if wrong and not goes_on:
-        code = refuse_job(wrong, folder)
+    arguments = job_arguments(settings, folder) + (
+        [f"resume={quoted(folder)}"] if has_saved else []
+    )
+    if wrong and not has_saved:
+        code = refuse_job(wrong, folder, f"{settings.job.name}.log")
     else:
-        code = run_process([*program, *arguments], settings.runtime.cwd, folder / LOG)
+        code = run_process([*program, *arguments], settings.runtime.cwd, folder / JOB_LOG)
     summary = read_summary(folder)
     if summary is None:
         status = "interrupted" if stop.requested else "failed"
-        summary = {"status": status, "error": last_words(folder / LOG, code)}
+        summary = {"status": status, "error": last_words(folder / JOB_LOG, code)}
     if code and summary["status"] == "ok" and not stop.requested:
         summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
-    summary |= {"job": settings.job.num, "overrides": overrides, "exit_code": code}
+    summary |= of_sweep | {"overrides": overrides, "exit_code": code}
     metric = leave_summary(folder, summary, metric_name)
     if code:
         print(
-            f"job {settings.job.num} {summary['status']}: see {folder}/{LOG} and train.log",
+            f"job {settings.job.num} {summary['status']}: see {folder}/{JOB_LOG} and train.log",
             flush=True,
         )
     if stop.requested:
@@ -88,11 +105,11 @@ def run_job(
     return metric
 
 
-def refuse_job(wrong: str, folder: Path) -> int:
+def refuse_job(wrong: str, folder: Path, log: str) -> int:
     """As the job itself would, without a process for it. The exit code."""
     print_error(wrong)
-    log.error(wrong)
-    write_text(folder / LOG, f"error: {wrong}\n")
+    for name in (JOB_LOG, log):
+        write_text(folder / name, f"error: {wrong}\n")
     write_text(folder / SUMMARY, json.dumps({"status": "refused", "error": wrong}) + "\n")
     return EXIT_REFUSED
 
@@ -102,21 +119,30 @@ def of_the_job(overrides: Iterable[str]) -> list[str]:
     return [text for text in overrides if not text.startswith(("sweep.resume=", "resume="))]
 
 
+def typed(overrides: Any) -> list[str]:
+    """As they were typed: what is interpolated in them is resolved where they are applied."""
+    return list(OmegaConf.to_container(overrides, resolve=False))  # type: ignore[arg-type]
+
+
 def check_same(begun: Path, overrides: list[str]) -> None:
     """Raises UserError if the job was begun with other overrides, which a config file may hold."""
-    before = json.loads(begun.read_text(encoding="utf-8")) if begun.exists() else overrides
+    before = read_overrides(begun)
     if before != overrides:
         raise UserError(
             f"sweep.resume=true: {begun.parent} was begun with {' '.join(before)}; bring that back, or sweep anew"
         )
 
 
-def clear(folder: Path) -> None:
-    """Of what a job left that is run again."""
-    for path in folder.iterdir():
-        if path.is_dir():
+def job_files(settings: Any) -> list[str]:
+    return [*RUN_FILES, *SWEEP_FILES, *JOB_FILES, f"{settings.job.name}.log", ".hydra"]
+
+
+def clear(folder: Path, names: Iterable[str]) -> None:
+    """Of what a job left there that is run again; what somebody else put beside it stays."""
+    for path in (folder / name for name in taken(folder, names)):
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != LOCK:
+        else:
             path.unlink()
 
 
@@ -137,19 +163,26 @@ def leave_summary(folder: Path, summary: dict[str, Any], metric_name: str) -> fl
 
 
 def job_arguments(settings: Any, folder: Path) -> list[str]:
-    """The command line that runs this one job by itself, in `folder`."""
+    """The command line that runs this one job by itself, in `folder`; it knows its number and its sweep."""
     flags = ["--config-name", settings.job.config_name]
     for source in settings.runtime.config_sources:
         if source.provider == "command-line":
             flags += ["--config-dir", source.path]
-    own = [text for text in settings.overrides.hydra if not text.startswith(_OF_THE_SWEEP)]
-    task = [text for text in settings.overrides.task if not text.startswith("sweep.resume=")]
-    return [*flags, *task, *own, f"hydra.run.dir={quoted(folder)}"]
+    given = [text for text in typed(settings.overrides.hydra) if text not in _WRITES_NOTHING]
+    own = [text for text in given if not text.startswith(_OF_THE_SWEEP)]
+    task = [text for text in typed(settings.overrides.task) if not text.startswith("sweep.resume=")]
+    return [
+        *(*flags, *task, *own),
+        f"hydra.job.num={settings.job.num}",
+        f"hydra.job.id={quoted(settings.job.id)}",
+        f"hydra.sweep.dir={quoted(settings.sweep.dir)}",
+        f"hydra.run.dir={quoted(folder)}",
+    ]
 
 
-def quoted(folder: Path) -> str:
+def quoted(value: object) -> str:
     """As the value of an override."""
-    text = str(folder).replace("\\", "\\\\").replace('"', '\\"')
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
 
 
@@ -191,70 +224,55 @@ def run_process(command: list[str], cwd: str, log: Path) -> int:
         _job = None
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    path = folder / SUMMARY
-    if not path.exists():
-        return None
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
-
-
 class SweepTable(Callback):  # type: ignore[misc]
     """Hydra callback: which folder a sweep writes to, and one table and one plot at its end.
 
     The exit code is 1 if a job failed, 128 + the signal's number if one ended the sweep.
     """
 
+    @ends_the_process
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        self._started_s = time.time()
         self._held = ExitStack()  # to the end of the process
         self._held.enter_context(stop)
-        overrides = of_the_job(config.hydra.overrides.task)
-        try:
-            folder = Path(config.hydra.sweep.dir)
-            if config.sweep.resume:
-                folder = earlier_sweep(folder, overrides)
-            use_folder(config, folder)
-            folder.mkdir(parents=True, exist_ok=True)
+        check_single_process(os.environ, config.hydra.launcher._target_)
+        resolve_parts(config)
+        overrides = of_the_job(typed(config.hydra.overrides.task))
+        folder = Path(config.hydra.sweep.dir).absolute()
+        if config.sweep.resume:
+            folder = earlier_sweep(folder, overrides)
             self._held.enter_context(locked(folder))
-            write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
-        except (UserError, OSError) as error:
-            sys.exit(self._told(error))
+        else:
+            names = [*RUN_FILES, *SWEEP_FILES, *JOB_FILES, *hydra_files(config)]
+            self._held.enter_context(owned(folder, names, "hydra.sweep.dir"))
+        use_folder(config, folder)
+        write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle what a job needs: it holds no lock."""
         return {name: value for name, value in vars(self).items() if name != "_held"}
 
+    @ends_the_process
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         error = job_return._return_value
-        is_sweep = config.hydra.mode == RunMode.MULTIRUN
-        if is_sweep and isinstance(error, (Stopped, UserError, OSError)):
+        if config.hydra.mode == RunMode.MULTIRUN and isinstance(error, Exception):
             self._end(config, error)
 
     def _end(self, config: Any, error: Exception) -> NoReturn:
         try:
             self._report(config)
         finally:  # Hydra goes on after what a callback raises, but not after this
-            sys.exit(self._told(error))
+            sys.exit(report_error(error))
 
+    @ends_the_process
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         if self._report(config):
             sys.exit(EXIT_FAILED)
 
-    def _told(self, error: Exception) -> int:
-        """The exit code."""
-        if isinstance(error, OSError):
-            print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-            return EXIT_FAILED
-        print(f"error: {error}", file=sys.stderr)
-        return error.code if isinstance(error, Stopped) else EXIT_REFUSED
-
     def _report(self, config: Any) -> bool:
         """Whether a job failed, or none is to be found."""
         folder = Path(config.hydra.sweep.dir)
-        found = [path for path in folder.rglob(SUMMARY) if path.stat().st_mtime >= self._started_s]
-        summaries = [json.loads(path.read_text(encoding="utf-8")) for path in found]
-        summaries = [summary for summary in summaries if "job" in summary]  # else not of this sweep
+        found = [read_summary(path.parent) or {} for path in folder.rglob(OVERRIDES)]
+        summaries = [summary for summary in found if summary.get("sweep_dir") == str(folder)]
         summaries.sort(key=lambda summary: summary["job"])
         report_sweep(folder, summaries)
         return not summaries or any(summary["status"] != "ok" for summary in summaries)
@@ -264,7 +282,7 @@ def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:
     """`fresh` if it holds a sweep of these overrides, else the newest beside it that does. Raises UserError."""
     folders = [fresh] if fresh.exists() else fresh.parent.glob("*")
     files = [path for folder in folders if (path := folder / OVERRIDES).exists()]
-    same = [file for file in files if json.loads(file.read_text(encoding="utf-8")) == overrides]
+    same = [file for file in files if read_overrides(file) == overrides]
     if not same:
         raise UserError(
             f"sweep.resume=true: no sweep of the same overrides in {fresh.parent}; start it without"
@@ -272,11 +290,20 @@ def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:
     return max(same, key=lambda file: file.stat().st_mtime).parent
 
 
+def read_overrides(file: Path) -> Any:
+    """Raises UserError if it is no JSON."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read ({error}); restore it, or sweep anew") from error
+
+
 def use_folder(config: Any, folder: Path) -> None:
     """For the sweep, and for the configs of its jobs, which are composed anew."""
     with read_write(config.hydra):
         config.hydra.sweep.dir = str(folder)
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(folder)}")
+        config.hydra.overrides.hydra.extend(_WRITES_NOTHING)
 
 
 def report_sweep(folder: Path, summaries: list[dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ from memtrain.engine.optimizers import state_bytes_per_parameter
 from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, restore
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
-from memtrain.errors import UserError
+from memtrain.errors import NothingToDo, UserError
 from memtrain.memory import file_store
 from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
@@ -54,12 +54,14 @@ from memtrain.report.recorder import Recorder
 from memtrain.run import Place, run_task, write_config
 from memtrain.run_folder import (
     CONFIG,
+    PLAN,
     SUMMARY,
     WEIGHTS,
     damaged,
     last_trained,
     named_checkpoint,
     newest,
+    read_summary,
     step_of,
     write_json,
 )
@@ -86,11 +88,9 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     config = resolve_budget(config, place, dimensions.vocab_size, device)
     found = plan_run(config, place, dimensions.vocab_size, device)
     try:
-        chosen, predicted = asdict(config), predicted_figures(found)
+        chosen = asdict(config)
         with own_nvme_folder(config, place) as config:
-            summary = train_model(
-                config, chosen, place, device, data, dimensions, loader, predicted
-            )
+            summary = train_model(config, chosen, place, device, data, dimensions, loader, found)
     except torch.OutOfMemoryError as error:
         explain_out_of_memory(config, place, dimensions.vocab_size, device, found, error)
         raise
@@ -108,9 +108,12 @@ def train_model(
     data: build.Data,
     dimensions: Dimensions,
     loader: Windows,
-    predicted: dict[str, Any],
+    found: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Build, train, save, sample; the summary's figures come back. `chosen` is the config that checkpoints keep."""
+    """Build, train, save, sample; the summary's figures come back.
+
+    `chosen` is the config that checkpoints keep, `found` the run's plan.
+    """
     reset_host_peak()  # the run's own, not that of tokenizing
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
@@ -120,12 +123,15 @@ def train_model(
     step.before_change = checkpoints.before_change
     if config.resume:
         progress = resume(config, chosen, place, step, model, loader)
+    if found and place.held:  # else it is there
+        write_json(place.folder / PLAN, without_timeline(found))
     if data.tokenizer:
         data.tokenizer.save(place.folder / "tokenizer.json")
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
     console.print_header(data_lines(data))
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
+    predicted = predicted_figures(found)
     predicted_bytes = predicted.get("predicted_peak_allocated_bytes")
     config_text = yaml.safe_dump(chosen, sort_keys=False)
 
@@ -198,11 +204,6 @@ def resume(
         raise UserError(
             f"resume={config.resume}: no whole checkpoint in {where}; start without it, or name another run"
         )
-    there = newest(place.folder)
-    if there and not there.samefile(checkpoint):
-        raise UserError(
-            f"hydra.run.dir={place.folder}: holds another run than {checkpoint}; choose another folder"
-        )
     for path in damaged(checkpoint.parent.parent):
         console.print_warning(f"{path}: not whole; left alone")
     old = read_config(checkpoint)
@@ -215,6 +216,10 @@ def resume(
         raise UserError(
             f"steps={config.steps}: {checkpoint} is at step {step_of(checkpoint)}; raise steps to go on"
         )
+    if place.held and step_of(checkpoint) == config.steps and is_done(place.folder):
+        raise NothingToDo(
+            f"nothing to do: {place.folder} is at step {config.steps} of {config.steps}; raise steps to go on"
+        )
     try:
         progress = restore(checkpoint, step, model, loader)
     except (KeyError, TypeError, SafetensorError) as error:
@@ -226,9 +231,16 @@ def resume(
         console.print_table(tables.changes_table(found))
     if any(key in ROUNDING for key, _, _ in found):
         console.print_warning("the same window in other micro-batches is rounded differently")
+    if place.held:
+        place.held.release()
     write_config(chosen, place.folder)
     (place.folder / SUMMARY).unlink(missing_ok=True)  # of the run as it was
     return progress
+
+
+def is_done(folder: Path) -> bool:
+    """Whether the run there came to its end, with its weights and its summary."""
+    return (folder / WEIGHTS).exists() and (read_summary(folder) or {}).get("status") == "ok"
 
 
 def unsaved_run(folder: Path) -> Path:
@@ -445,7 +457,7 @@ def plan(config: Config, place: Place) -> dict[str, Any]:
         config = budget.with_choice(config, choice.per_block)
     found = make_plan(config, dimensions, card)
     timeline = found.pop("timeline")
-    write_json(place.folder / "plan.json", found)
+    write_json(place.folder / PLAN, found)
     figure = plots.timeline_figure(
         timeline, found["capacity_bytes"], f"{' '.join(place.overrides)} on {card.name}"
     )
@@ -486,7 +498,8 @@ def plan_run(
     except PlanningFailed as error:
         console.print_warning(f"this run could not be planned: {error}")
         return None
-    write_json(place.folder / "plan.json", {k: v for k, v in found.items() if k != "timeline"})
+    if not place.held:
+        write_json(place.folder / PLAN, without_timeline(found))
     console.print_verdict(planned.verdict(found), found["fits"])
     if not found["fits"]:
         console.print_warning("this run is predicted to end out of memory on that card")
@@ -565,6 +578,10 @@ def resolve_budget(config: Config, place: Place, vocab_size: int, device: torch.
         raise UserError(str(error)) from error
     console.print_header(planned.choice_lines(choice))
     return budget.with_choice(config, tuple(choice["per_block"]))
+
+
+def without_timeline(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key != "timeline"}
 
 
 def predicted_figures(found: dict[str, Any] | None) -> dict[str, Any]:

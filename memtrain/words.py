@@ -94,6 +94,7 @@ def help_text(words: Sequence[str], typed_in: Path) -> str | None:
     template: str = load_yaml(CONF_DIR / "config.yaml")["hydra"]["help"]["template"]
     folders = (CONF_DIR, typed_in / "conf")
     names = {path.name for folder in folders for path in folder.glob("*") if path.is_dir()}
+    names.discard("hydra")
     lines = []
     for name in sorted(names):
         choices = {path.stem for folder in folders for path in (folder / name).glob("*.yaml")}

@@ -124,21 +124,6 @@ def test_all_experiments_run_as_one_sweep(run: Run) -> None:
     assert {row["status"] for row in rows} == {"ok"}
 
 
-@pytest.mark.slow
-def test_a_reused_sweep_folder_hides_no_failure(start: Start, tmp_path: Path) -> None:
-    """A folder that holds a run is refused by its job; the row says so, whatever the old summary says."""
-    codes = []
-    for _ in range(2):
-        finished = start(
-            "-m", "debug=tiny", "steps=2", "seed=0", folder=tmp_path / "sweep"
-        ).finish()
-        codes.append(finished.returncode)
-    assert codes == [0, 1]
-    (row,) = csv.DictReader((tmp_path / "sweep/sweep.csv").open(encoding="utf-8"))
-    assert row["status"] == "failed"
-    assert "holds a run already" in (tmp_path / "sweep/0/stderr.log").read_text(encoding="utf-8")
-
-
 # --- stopped, and gone on with ------------------------------------------------------------------------------------
 
 JOBS = ["-m", "debug=tiny", "seed=0,1,2", "name=seeds", "schedule=constant", "save_every=5"]
@@ -193,7 +178,7 @@ def test_one_signal_ends_a_sweep_and_it_goes_on(
 
 @pytest.mark.slow
 def test_unfinished_jobs_are_run_again(run: Run, tmp_path: Path) -> None:
-    """From what they saved, if anything; a job that left nothing to go on with begins anew, in an empty folder."""
+    """From what they saved, if anything; a job that left nothing to go on with begins anew."""
     jobs = [*JOBS, "steps=7", "keep=2"]
     assert run(*jobs, outputs=tmp_path).returncode == 0
     folder = the_sweep(tmp_path)
@@ -202,14 +187,14 @@ def test_unfinished_jobs_are_run_again(run: Run, tmp_path: Path) -> None:
     shutil.rmtree(folder / "1/checkpoints/step_00000007")
     (folder / "2/summary.json").unlink()
     shutil.rmtree(folder / "2/checkpoints")
-    (folder / "2/left_over").write_text("of the killed job")
+    (folder / "2/notes.txt").write_text("by another hand")
     resumed = run(*jobs, "sweep.resume=true", outputs=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.count("step 5 of 7") == 1
     rows = read_rows(folder)
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert [row["kept"] for row in rows] == ["True", "", ""]
-    assert not (folder / "2/left_over").exists()
+    assert (folder / "2/notes.txt").exists()
     for job in "012":
         assert [record["step"] for record in read_metrics(folder / job)] == [*range(1, 8)]
 

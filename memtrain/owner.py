@@ -1,0 +1,101 @@
+"""Before Hydra writes its first byte: whether this process is alone, and whose the folder is."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError
+from memtrain.run_folder import RUN_FILES, SWEEP_FILES, goes_on_in, locked, owned
+
+RANKS = (
+    ("WORLD_SIZE", None),  # torchrun, accelerate, deepspeed
+    ("OMPI_COMM_WORLD_SIZE", None),
+    ("SLURM_NTASKS", "SLURM_PROCID"),  # without the second: the shell of an allocation
+)
+"""By which variable a launcher says how many processes it starts, and by which that this is one of them."""
+
+
+def check_single_process(environment: Mapping[str, str], launcher: str | None) -> None:
+    """Raises UserError where this is one of several processes that were started as ranks.
+
+    `launcher` is the target of a sweep's: submitit's starts each job as a Slurm job of its own.
+    """
+    for count, rank in RANKS:
+        by_slurm = count == "SLURM_NTASKS"
+        if (rank and rank not in environment) or (by_slurm and "submitit" in (launcher or "")):
+            continue
+        size = environment.get(count, "1")
+        if size.isdigit() and int(size) > 1:
+            raise UserError(
+                f"{count}={size}: several ranks are not available yet, each would be a run of its own; "
+                "start one process"
+            )
+
+
+def report_error(error: Exception) -> int:
+    """In one line; the exit code comes back."""
+    if isinstance(error.__cause__, (UserError, OSError)):  # of a resolver
+        error = error.__cause__
+    text, code = " ".join(str(error).split()), EXIT_REFUSED
+    if isinstance(error, Stopped):
+        code = error.code
+    elif isinstance(error, OSError):
+        text, code = f"{error.filename or 'a file'}: {error.strerror}", EXIT_FAILED
+    elif not isinstance(error, (UserError, OmegaConfBaseException)):
+        text, code = f"{type(error).__name__}: {text}", EXIT_FAILED
+    print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def ends_the_process(method: Callable[..., None]) -> Callable[..., None]:
+    """Hydra goes on after what a callback raises; not after the end of the process."""
+
+    @functools.wraps(method)
+    def end(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            sys.exit(report_error(error))
+
+    return end
+
+
+def hydra_files(config: Any) -> list[str]:
+    """What Hydra itself writes in the folder of a run."""
+    subfolder = config.hydra.output_subdir
+    return [f"{config.hydra.job.name}.log", *([Path(subfolder).parts[0]] if subfolder else [])]
+
+
+def resolve_parts(config: Any) -> None:
+    """So that an error names them and not the folder's key, which is made of them."""
+    HydraConfig.instance().set_config(config)  # for ${hydra:...}; Hydra does so later
+    for key in ("outputs", "name", "resume"):
+        OmegaConf.select(config, key)
+
+
+class OwnFolder(Callback):  # type: ignore[misc]
+    """Hydra callback: a run's folder is its own, to the end of the process."""
+
+    @ends_the_process
+    def on_run_start(self, config: Any, **kwargs: Any) -> None:
+        check_single_process(os.environ, None)
+        resolve_parts(config)
+        folder = Path(config.hydra.run.dir).absolute()
+        self._held = ExitStack()
+        with read_write(config.hydra):
+            config.hydra.run.dir = str(folder)  # whichever run is the latest by now
+            if goes_on_in(folder, config.resume, Path.cwd()):
+                self._held.enter_context(locked(folder))
+                config.hydra.output_subdir = None  # says how the run began
+                return
+        names = [*RUN_FILES, *SWEEP_FILES, *hydra_files(config)]
+        self._held.enter_context(owned(folder, names, "hydra.run.dir"))
