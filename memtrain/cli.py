@@ -178,6 +178,7 @@ def main() -> int:
     try:
         job()
     except Exception as error:  # a task's own errors end in the task
+        sweep.end_if_stopped()
         if not isinstance(error, EXPECTED) and not is_of_composition(error):
             raise
         return refuse(error)

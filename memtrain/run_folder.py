@@ -311,3 +311,13 @@ def _owner(descriptor: int) -> str:
     """Who wrote the lock's file last."""
     text = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
     return text or "unknown"
+
+
+def writer_of(run_folder: Path) -> int | None:
+    """The process that holds the lock of `run_folder`; None: none does."""
+    with suppress(OSError, ValueError), (run_folder / LOCK).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return int(_owner(file.fileno()))
+    return None

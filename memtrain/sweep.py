@@ -4,13 +4,17 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import OmegaConf, read_write
@@ -26,6 +30,7 @@ from memtrain.owner import (
 from memtrain.run_folder import (
     JOB_FILES,
     JOB_LOG,
+    LOCK,
     OVERRIDES,
     RUN_FILES,
     SUMMARY,
@@ -36,10 +41,13 @@ from memtrain.run_folder import (
     read_summary,
     taken,
     write_text,
+    writer_of,
 )
-from memtrain.stop import ASK, StopRequest, exit_code
+from memtrain.stop import ASK, StopRequest, exit_code, heard
 
 STOPPED = "stopped; go on with sweep.resume=true"
+STOP = ".stop"
+"""In a sweep's folder: the signal that its jobs are to hear, and the exit code of the sweep."""
 _OF_THE_SWEEP = (
     "hydra.mode",
     "hydra.run.",
@@ -61,8 +69,11 @@ def run_job(
     again, and one that has a checkpoint goes on from it, however it ended. Raises Stopped where a signal has ended it,
     UserError if it still runs or was begun with other overrides.
     """
-    if stop.requested:
-        raise Stopped(exit_code(stop.requested), STOPPED)
+    sweep_folder = Path(settings.sweep.dir)
+    if _folder is None:
+        leave_signals_to_the_sweep()
+    if is_stopped(sweep_folder):
+        return stopped(worst(metric_name))
     folder = Path(settings.runtime.output_dir)
     overrides = of_the_job(typed(settings.overrides.task))
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
@@ -86,12 +97,14 @@ def run_job(
     if wrong and not has_saved:
         code = refuse_job(wrong, folder, f"{settings.job.name}.log")
     else:
-        code = run_process([*program, *arguments], settings.runtime.cwd, folder / JOB_LOG)
+        command = [*program, *arguments]
+        code = run_process(command, settings.runtime.cwd, folder / JOB_LOG, sweep_folder)
+    is_last = is_stopped(sweep_folder)
     summary = read_summary(folder)
     if summary is None:
-        status = "interrupted" if stop.requested else "failed"
+        status = "interrupted" if is_last else "failed"
         summary = {"status": status, "error": last_words(folder / JOB_LOG, code)}
-    if code and summary["status"] == "ok" and not stop.requested:
+    if code and summary["status"] == "ok" and not is_last:
         summary |= {"status": "failed", "error": f"ended with exit code {code} after its summary"}
     summary |= of_sweep | {"overrides": overrides, "exit_code": code}
     metric = leave_summary(folder, summary, metric_name)
@@ -100,9 +113,14 @@ def run_job(
             f"job {settings.job.num} {summary['status']}: see {folder}/{JOB_LOG} and train.log",
             flush=True,
         )
-    if stop.requested:
-        raise Stopped(exit_code(stop.requested), STOPPED)
-    return metric
+    return stopped(metric) if is_last else metric
+
+
+def stopped(metric: float) -> float:
+    """Raises Stopped in the sweep's process. A launcher's worker returns: the others still save."""
+    if _folder is None:
+        return metric
+    raise Stopped(exit_code(stop.requested), STOPPED)
 
 
 def refuse_job(wrong: str, folder: Path, log: str) -> int:
@@ -158,8 +176,13 @@ def leave_summary(folder: Path, summary: dict[str, Any], metric_name: str) -> fl
     """The metric in it comes back; without one an infinity, as sweepers end at a NaN."""
     write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     metric = summary.get("metric")
-    worst = -math.inf if metric_name == "tokens_per_second" else math.inf
-    return worst if summary["status"] != "ok" or metric is None else float(metric)
+    if summary["status"] != "ok" or metric is None:
+        return worst(metric_name)
+    return float(metric)
+
+
+def worst(metric_name: str) -> float:
+    return -math.inf if metric_name == "tokens_per_second" else math.inf
 
 
 def job_arguments(settings: Any, folder: Path) -> list[str]:
@@ -189,16 +212,56 @@ def quoted(value: object) -> str:
 _job: "subprocess.Popen[bytes] | None" = None
 
 
-def tell_job(number: int) -> None:
+_folder: Path | None = None
+"""Of the sweep, in its own process; None in those that a launcher has made for its jobs."""
+
+
+def pass_on(number: int) -> None:
+    """To the job that runs here, and to those that run in a launcher's workers."""
+    if _folder:
+        with suppress(OSError):
+            ask_workers(_folder, number, exit_code(ASK))
     if _job:
         _job.send_signal(number)
 
 
-stop = StopRequest("this job is the last one", tell_job)
-"""Entered for a whole sweep; the first signal lets the job that runs save and end."""
+stop = StopRequest("no other job begins", pass_on)
+"""Entered for a whole sweep; the first signal lets the jobs that run save and end."""
 
 
-def run_process(command: list[str], cwd: str, log: Path) -> int:
+def ask_workers(folder: Path, number: int, code: int) -> None:
+    """Their jobs get the signal, none begins any more; the sweep ends with `code`."""
+    write_text(folder / STOP, json.dumps({"signal": number, "code": code}))
+
+
+def is_stopped(folder: Path) -> bool:
+    return bool(stop.requested) or (folder / STOP).exists()
+
+
+def leave_signals_to_the_sweep() -> None:
+    """Whoever signals all processes, as a terminal does, signals the sweep's, and that asks this one."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in heard():
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, lambda number, frame: None)
+
+
+def watch(job: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """In a worker: its job is told what the sweep's process has heard."""
+    told = 0
+    while job.poll() is None:
+        if (folder / STOP).exists():
+            number = json.loads((folder / STOP).read_text(encoding="utf-8"))["signal"]
+            if number != told:
+                job.send_signal(number)
+                told = number
+        time.sleep(0.1)
+    if told == signal.SIGKILL:
+        os._exit(EXIT_FAILED)  # nobody is left to work for
+
+
+def run_process(command: list[str], cwd: str, log: Path, sweep_folder: Path) -> int:
     """The exit code; `log` keeps what the job said to stderr.
 
     It is out of reach of the terminal: signals come from here.
@@ -207,8 +270,10 @@ def run_process(command: list[str], cwd: str, log: Path) -> int:
     _job = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, start_new_session=True)
     assert _job.stderr
     try:
+        if _folder is None:
+            threading.Thread(target=watch, args=(_job, sweep_folder), daemon=True).start()
         if stop.requested:  # before there was a process to hear of it
-            tell_job(ASK)
+            _job.send_signal(ASK)
         for line in _job.stderr:
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
@@ -244,6 +309,9 @@ class SweepTable(Callback):  # type: ignore[misc]
         else:
             names = [*RUN_FILES, *SWEEP_FILES, *JOB_FILES, *hydra_files(config)]
             self._held.enter_context(owned(folder, names, "hydra.sweep.dir"))
+        global _folder, _running
+        _folder, _running = folder, (self, config)
+        (folder / STOP).unlink(missing_ok=True)
         use_folder(config, folder)
         write_text(folder / OVERRIDES, json.dumps(overrides) + "\n")
 
@@ -254,8 +322,12 @@ class SweepTable(Callback):  # type: ignore[misc]
     @ends_the_process
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         error = job_return._return_value
-        if config.hydra.mode == RunMode.MULTIRUN and isinstance(error, Exception):
+        if config.hydra.mode != RunMode.MULTIRUN or not isinstance(error, Exception):
+            return
+        if _folder:
             self._end(config, error)
+        ask_workers(Path(config.hydra.sweep.dir), ASK, report_error(error))
+        job_return.return_value, job_return.status = math.inf, JobStatus.COMPLETED
 
     def _end(self, config: Any, error: Exception) -> NoReturn:
         try:
@@ -265,7 +337,12 @@ class SweepTable(Callback):  # type: ignore[misc]
 
     @ends_the_process
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
-        if self._report(config):
+        if stop.requested:
+            self._end(config, Stopped(exit_code(stop.requested), STOPPED))
+        has_failed, asked = self._report(config), Path(config.hydra.sweep.dir) / STOP
+        if asked.exists():  # by a worker, which has said why
+            sys.exit(json.loads(asked.read_text(encoding="utf-8"))["code"])
+        if has_failed:
             sys.exit(EXIT_FAILED)
 
     def _report(self, config: Any) -> bool:
@@ -276,6 +353,27 @@ class SweepTable(Callback):  # type: ignore[misc]
         summaries.sort(key=lambda summary: summary["job"])
         report_sweep(folder, summaries)
         return not summaries or any(summary["status"] != "ok" for summary in summaries)
+
+
+_running: tuple[SweepTable, Any] | None = None
+"""The sweep of this process, and its config."""
+
+
+def end_if_stopped() -> None:
+    """Ends the process where a signal has ended a sweep, whatever a launcher made of it that lost a worker."""
+    if _running and _folder and stop.requested:
+        wait_for_jobs(_folder)
+        sweep, config = _running
+        sweep._end(config, Stopped(exit_code(stop.requested), STOPPED))
+
+
+def wait_for_jobs(folder: Path) -> None:
+    """They may have lost the worker that would ask them."""
+    for lock in folder.rglob(f"*/{LOCK}"):
+        while process := writer_of(lock.parent):
+            with suppress(OSError):
+                os.kill(process, ASK)
+            time.sleep(0.1)
 
 
 def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:
