@@ -1,10 +1,11 @@
 """How long a user waits: from the start of `python train.py` to the end of the first step of the default model.
 
     python benchmarks/startup.py
+    python benchmarks/startup.py plan=off
     python benchmarks/startup.py --runs 15 --imports 20 model=small
 
 The token cache is warm. Beside it stands what PyTorch alone takes: import, one optimizer, one step of one layer.
-To reach: under 5 seconds.
+To reach: under 5 seconds; with plan=off, at most 1 second more than PyTorch alone.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from measure import ROOT, alternate, print_rows, save_result, spread
 
 GOAL_S = 5.0
+MORE_THAN_PYTORCH_GOAL_S = 1.0
 POLL_S = 0.005
 PYTORCH_ALONE = """
 import torch
@@ -78,12 +80,19 @@ def main() -> None:
     overrides = arguments.overrides
     pairs = alternate(lambda: time_first_step(overrides), time_pytorch, arguments.runs)
     first_step, pytorch = (spread([pair[side] for pair in pairs]) for side in (0, 1))
+    more = spread([ours - alone for ours, alone in pairs])
+    planned = "plan=off" not in overrides
     reached = first_step["median"] < GOAL_S
+    reached &= planned or more["median"] <= MORE_THAN_PYTORCH_GOAL_S
     rows = [
         [name, *(f"{value_s:.2f}" for value_s in times.values())]
-        for name, times in (("first step done", first_step), ("PyTorch alone", pytorch))
+        for name, times in (
+            ("first step done", first_step),
+            ("PyTorch alone", pytorch),
+            ("difference", more),
+        )
     ]
-    title = f"seconds, median of {len(pairs)} runs; under {GOAL_S}: {reached}"
+    title = f"seconds, median of {len(pairs)} runs; goal reached: {reached}"
     print_rows(title, ("", "quartile", "median", "quartile"), rows)
     if arguments.imports:
         slow = slowest_imports(overrides, arguments.imports)
@@ -92,10 +101,13 @@ def main() -> None:
         "setup": {"overrides": overrides, "runs": len(pairs)},
         "first_step_s": first_step,
         "pytorch_alone_s": pytorch,
+        "more_than_pytorch_s": more,
         "goal_s": GOAL_S,
+        "more_than_pytorch_goal_s": None if planned else MORE_THAN_PYTORCH_GOAL_S,
         "reached": reached,
     }
-    print(save_result("startup_cpu", ("torch", "hydra-core", "memtrain"), result))
+    name = "startup_cpu" if planned else "startup_cpu_plan_off"
+    print(save_result(name, ("torch", "hydra-core", "memtrain"), result))
 
 
 if __name__ == "__main__":

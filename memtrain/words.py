@@ -19,6 +19,11 @@ TAKES_A_VALUE = (
 MAY_TAKE_ONE = ("--info", "-i")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Hydra's flags (hydra._internal.utils.get_args_parser) and what `--info` may be followed by."""
+OTHER_KEYS = {
+    *("--config-name", "-cn", "--config-path", "-cp"),
+    *("--shell-completion", "-sc"),
+}
+"""With these, the keys are not ours."""
 LONG = [flag for flag in (*ALONE, *TAKES_A_VALUE, *MAY_TAKE_ONE) if flag.startswith("--")]
 
 
@@ -29,8 +34,7 @@ def arrange(words: Sequence[str], typed_in: Path) -> list[str]:
     """
     flags, overrides, others = sort_words(words)
     wrong = [*explain_flags(others, overrides)]
-    names = {flag.partition("=")[0] for flag in flags}
-    if not names & {"--config-name", "-cn", "--config-path", "-cp"}:  # else the keys are not ours
+    if not {whole_flag(flag.partition("=")[0]) for flag in flags} & OTHER_KEYS:
         wrong += explain_keys(overrides, others, own_groups(flags, typed_in))
     if wrong:
         raise UserError("; ".join(wrong))
@@ -108,7 +112,7 @@ def with_whole_path(flags: Sequence[str], typed_in: Path) -> list[str]:
     found = list(flags)
     for place, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
-        if name not in ("--config-path", "-cp"):
+        if whole_flag(name) not in ("--config-path", "-cp"):
             continue
         if not equals:
             value = (*flags, "")[place + 1]
@@ -179,9 +183,10 @@ def by_name(overrides: Sequence[str], others: Others) -> dict[str, str]:
 
 def own_groups(flags: Sequence[str], typed_in: Path) -> set[str]:
     """Those of `conf/` in the folder where the command was typed, and of `--config-dir`."""
-    folders = [flags[k] for k in range(1, len(flags)) if flags[k - 1] in ("--config-dir", "-cd")]
-    folders += [
-        flag.partition("=")[2] for flag in flags if flag.startswith(("--config-dir=", "-cd="))
-    ]
+    folders = []
+    for place, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if whole_flag(name) in ("--config-dir", "-cd"):
+            folders.append(value if equals else (*flags, "")[place + 1])
     found = [path for name in ("conf", *folders) for path in (typed_in / name).glob("*")]
     return {path.name for path in found if path.is_dir()}

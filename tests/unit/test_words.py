@@ -46,6 +46,8 @@ def test_every_flag_of_hydra_is_known_with_what_it_takes() -> None:
         ("--info steps=3", "--info -- steps=3"),
         ("steps=3 --experimental-rerun x.pickle", "--experimental-rerun x.pickle -- steps=3"),
         ("steps=1 -cd own --multirun -- seed=1,2", "-cd own --multirun -- steps=1 seed=1,2"),
+        ("-sc query=bash", "-sc -- query=bash"),
+        ("house=x --config-n own", "--config-n own -- house=x"),
         ("-cjob steps=1 --resolve", "-cjob --resolve -- steps=1"),
         ("seed=1 --multi steps=1 -idefaults", "--multi -idefaults -- seed=1 steps=1"),
         ("--config-path own -m", f"--config-path {ROOT}/own -m --"),
@@ -63,8 +65,9 @@ def test_flags_come_first_with_their_values(typed: str, found: str) -> None:
 def test_a_person_s_own_group_is_no_unknown_key(tmp_path: Path) -> None:
     (tmp_path / "conf/house").mkdir(parents=True)
     (tmp_path / "more/yard").mkdir(parents=True)
-    typed = ["house=x", "--config-dir", "more", "yard=y"]
-    assert words.arrange(typed, tmp_path)[-2:] == ["house=x", "yard=y"]
+    for given in (["--config-dir", "more"], ["--config-d=more"]):
+        typed = ["house=x", *given, "yard=y"]
+        assert words.arrange(typed, tmp_path)[-2:] == ["house=x", "yard=y"]
     assert "house: unknown key" in answer("house=x")
 
 
