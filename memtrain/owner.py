@@ -89,11 +89,12 @@ class OwnFolder(Callback):  # type: ignore[misc]
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         check_single_process(os.environ, None)
         resolve_parts(config)
-        folder = Path(config.hydra.run.dir).absolute()
+        folder = Path(str(config.hydra.run.dir)).absolute()
+        resume = None if config.resume is None else str(config.resume)
         self._held = ExitStack()
         with read_write(config.hydra):
             config.hydra.run.dir = str(folder)  # whichever run is the latest by now
-            if goes_on_in(folder, config.resume, Path.cwd()):
+            if goes_on_in(folder, resume, Path.cwd()):
                 self._held.enter_context(locked(folder))
                 config.hydra.output_subdir = None  # says how the run began
                 return

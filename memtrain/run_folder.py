@@ -36,7 +36,9 @@ RUN_RESULTS = (
 )
 RUN_FILES = (CONFIG, SUMMARY, *RUN_RESULTS)
 MULTIRUN = "multirun.yaml"
-SWEEP_FILES = (MULTIRUN, "optimization_results.yaml", "sweep.md", "sweep.csv", "sweep.png")
+STOP = ".stop"
+"""The signal that the jobs of a sweep are to hear, and its exit code."""
+SWEEP_FILES = (MULTIRUN, STOP, "optimization_results.yaml", "sweep.md", "sweep.csv", "sweep.png")
 JOB_FILES = (OVERRIDES, JOB_LOG)
 
 
@@ -209,7 +211,7 @@ class HeldLog:
 def goes_on_in(folder: Path, resume: str | None, base: Path) -> bool:
     """Whether the run in `folder` is the one that `resume` goes on with. Raises UserError if it is another one."""
     there = newest(folder) if resume else None
-    if resume is None or there is None:
+    if not resume or there is None:
         return False
     checkpoint = there if resume == "latest" else named_checkpoint(resume, base)
     if checkpoint is None:

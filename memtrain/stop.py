@@ -60,6 +60,18 @@ def raise_on_signals() -> None:
         signal.signal(number, end)
 
 
+def leave_signals() -> None:
+    """To the process that asks this one, a launcher's worker, in other ways: a terminal signals both.
+
+    Handlers that the launcher has set stay, and the processes started here begin without these.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in heard():
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, lambda number, frame: None)
+
+
 class _Lasting(io.FileIO):
     """Takes what is written after the terminal, or who reads the pipe, is gone, or the disk of the log is full."""
 

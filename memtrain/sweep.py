@@ -21,6 +21,7 @@ from omegaconf import OmegaConf, read_write
 
 from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError, print_error
 from memtrain.owner import (
+    RANKS,
     check_single_process,
     ends_the_process,
     hydra_files,
@@ -33,6 +34,7 @@ from memtrain.run_folder import (
     LOCK,
     OVERRIDES,
     RUN_FILES,
+    STOP,
     SUMMARY,
     SWEEP_FILES,
     locked,
@@ -43,11 +45,9 @@ from memtrain.run_folder import (
     write_text,
     writer_of,
 )
-from memtrain.stop import ASK, StopRequest, exit_code, heard
+from memtrain.stop import ASK, StopRequest, exit_code, leave_signals
 
 STOPPED = "stopped; go on with sweep.resume=true"
-STOP = ".stop"
-"""In a sweep's folder: the signal that its jobs are to hear, and the exit code of the sweep."""
 _OF_THE_SWEEP = (
     "hydra.mode",
     "hydra.run.",
@@ -71,7 +71,7 @@ def run_job(
     """
     sweep_folder = Path(settings.sweep.dir)
     if _folder is None:
-        leave_signals_to_the_sweep()
+        leave_signals()
     if is_stopped(sweep_folder):
         return stopped(worst(metric_name))
     folder = Path(settings.runtime.output_dir)
@@ -238,15 +238,6 @@ def is_stopped(folder: Path) -> bool:
     return bool(stop.requested) or (folder / STOP).exists()
 
 
-def leave_signals_to_the_sweep() -> None:
-    """Whoever signals all processes, as a terminal does, signals the sweep's, and that asks this one."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in heard():
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, lambda number, frame: None)
-
-
 def watch(job: "subprocess.Popen[bytes]", folder: Path) -> None:
     """In a worker: its job is told what the sweep's process has heard."""
     told = 0
@@ -264,10 +255,13 @@ def watch(job: "subprocess.Popen[bytes]", folder: Path) -> None:
 def run_process(command: list[str], cwd: str, log: Path, sweep_folder: Path) -> int:
     """The exit code; `log` keeps what the job said to stderr.
 
-    It is out of reach of the terminal: signals come from here.
+    It is out of reach of the terminal: signals come from here. It is one process, however many this one is of.
     """
     global _job
-    _job = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, start_new_session=True)
+    environment = {key: value for key, value in os.environ.items() if key not in dict(RANKS)}
+    _job = subprocess.Popen(
+        command, cwd=cwd, env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
     assert _job.stderr
     try:
         if _folder is None:
@@ -299,10 +293,10 @@ class SweepTable(Callback):  # type: ignore[misc]
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self._held = ExitStack()  # to the end of the process
         self._held.enter_context(stop)
-        check_single_process(os.environ, config.hydra.launcher._target_)
+        check_single_process(os.environ, OmegaConf.select(config, "hydra.launcher._target_"))
         resolve_parts(config)
         overrides = of_the_job(typed(config.hydra.overrides.task))
-        folder = Path(config.hydra.sweep.dir).absolute()
+        folder = Path(str(config.hydra.sweep.dir)).absolute()
         if config.sweep.resume:
             folder = earlier_sweep(folder, overrides)
             self._held.enter_context(locked(folder))
