@@ -3,6 +3,7 @@
     python benchmarks/gpu_check.py              # a few minutes; writes benchmarks/results/gpu_<card>.json
     python benchmarks/gpu_check.py --phantom    # try the script itself, without a GPU
 
+Before that it asks whether a pinned buffer of our own is pinned for torch and copied right.
 Peaks are torch's own counters over building the model and a few steps, reset before; the context is left out.
 """
 
@@ -20,7 +21,13 @@ from measure import composed_config, print_rows, save_result
 from memtrain import tasks
 from memtrain.cards import Card
 from memtrain.config import Config
-from memtrain.device import allocator_statistics, device_module, reset_peaks, select_device
+from memtrain.device import (
+    allocator_statistics,
+    device_module,
+    pinned_empty,
+    reset_peaks,
+    select_device,
+)
 from memtrain.engine.build import build_dimensions
 from memtrain.planner.child import PlannerProcess
 from memtrain.units import format_bytes
@@ -70,6 +77,8 @@ def main() -> None:
     device = select_device("auto")
     configs = [composed_config([*BASE, *overrides]) for overrides in CONFIGS[: arguments.most]]
     card = tasks.chosen_card(configs[0], device)
+    if not arguments.phantom:
+        check_pinned(device)
     planner = PlannerProcess()
     try:
         found = [check(config, card, planner, device, arguments.phantom) for config in configs]
@@ -82,6 +91,18 @@ def main() -> None:
     if not arguments.phantom:
         name = f"gpu_{card.name.lower().replace(' ', '_')}"
         print(save_result(name, ("torch", "memtrain"), {"card": asdict(card), "configs": found}))
+
+
+def check_pinned(device: torch.device) -> None:
+    """Raises AssertionError unless a buffer that we registered is pinned, and copied right without waiting."""
+    n_elements = 3 * 2**20 + 5
+    buffer = pinned_empty(n_elements, torch.float32, device)
+    assert buffer.is_pinned(), "torch does not take a registered buffer for pinned"
+    source = torch.arange(n_elements, device=device, dtype=torch.float32)
+    buffer.copy_(source, non_blocking=True)
+    device_module(device).synchronize()
+    assert torch.equal(buffer.to(device, non_blocking=True), source), "a copy came back wrong"
+    print(f"a pinned buffer of {format_bytes(buffer.nbytes)} is pinned for torch and copied right")
 
 
 def check(

@@ -65,7 +65,7 @@ class Case:
         self.update = self._host_optimizer()
 
     def _host_optimizer(self) -> HostOptimizer:
-        home = Weights(pinned=False)
+        home = Weights(DEVICE)
         for weight in self.weights:
             home.put(weight)
         update = HostOptimizer(
@@ -74,7 +74,7 @@ class Case:
             accumulate=False,
             weights=home,
             states=MemoryState(self.make),
-            gradients=MemoryGradients(pinned=False),
+            gradients=MemoryGradients(DEVICE),
         )
         update.start(self.weights)
         return update

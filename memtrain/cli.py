@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,7 +74,6 @@ def job(config: DictConfig) -> float | None:
     place = Place(folder, base, sweep.typed(settings.overrides.task), None, runs)
     if what_is_wrong(config):
         return run_task(tree, place, {})  # which says so, and needs no torch for that
-    take_pinned_buffers_as_asked()
     plans = (tree["task"], tree["plan"]) == ("train", "on")
     planner = PlannerProcess() if plans else None  # starts while torch is imported here
     with no_collections():
@@ -104,19 +102,6 @@ def no_collections() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
-
-
-def take_pinned_buffers_as_asked() -> None:
-    """torch rounds them up to a power of two, so to up to twice as much; from 2.13 on it can be told not to.
-
-    Before it is imported, here and in the processes that this one starts.
-    """
-    torch_version = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
-    if torch_version >= (2, 13) and not os.environ.keys() & {
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_CUDA_ALLOC_CONF",
-    }:
-        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:0"
 
 
 def plain_tree(config: DictConfig) -> dict[str, Any]:

@@ -1,6 +1,10 @@
 """The device a run uses, through torch's device modules: the CPU, CUDA and a phantom run the same lines."""
 
 import ctypes
+import mmap
+import os
+import re
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import UserError
+from memtrain.units import format_bytes
 
 _ALLOCATOR_KEYS = {
     "allocated_bytes.all.peak": "peak_allocated_bytes",
@@ -22,17 +27,91 @@ _ALLOCATOR_KEYS = {
 
 
 def select_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises UserError for `cuda` on a machine without."""
+    """`auto` is CUDA where there is one.
+
+    Raises UserError for `cuda` on a machine without, and where torch's pinned pool is told what breaks it.
+    """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise UserError("device=cuda: torch sees no CUDA GPU here; use device=cpu or device=auto")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+    device = torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+    if device.type == "cuda":
+        _refuse_a_pool_that_overruns()
+    return device
+
+
+def _refuse_a_pool_that_overruns() -> None:
+    """torch 2.13 keeps pinned blocks in bins by power of two and hands out any block of a bin, whatever its size: right
+    only as long as all that it keeps are rounded up (ATen/core/CachingHostAllocator.h; mended in 2.14,
+    https://github.com/pytorch/pytorch/pull/192722). Earlier versions do not know the settings.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    name = next((name for name in names if name in os.environ), None)
+    if name is None or not torch.__version__.startswith("2.13."):
+        return
+    rounded, kept = (
+        float(found[1]) if (found := re.search(rf"{key}:(\d+)", os.environ[name])) else float("inf")
+        for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
+    )
+    if rounded < kept:
+        raise UserError(
+            f"{name}: with pinned_max_round_threshold_mb torch {torch.__version__} gives pinned buffers less memory "
+            "than they ask for; remove it, set pinned_max_cached_size_mb to the same, or use torch 2.14"
+        )
 
 
 def device_module(device: torch.device) -> ModuleType:
     """torch.cuda, torch.cpu or the phantom's module."""
     module: ModuleType = torch.get_device_module(device)
     return module
+
+
+def pinned_empty(n_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n_elements,) in host memory that `device` reads and writes by itself, in whole pages; plain memory for the CPU.
+
+    Not of torch's pinned pool, which rounds each buffer up to a power of two (ATen/core/CachingHostAllocator.h) and
+    keeps what is let go. Whoever fills it again waits for the copies before. Raises RuntimeError where the machine
+    refuses.
+    """
+    if device.type == "cpu" or not n_elements:
+        return torch.empty(n_elements, dtype=dtype, device="cpu")
+    if device.type == "cuda":
+        return _page_locked(n_elements, dtype)
+    empty: Tensor = device_module(device).page_locked_empty(n_elements, dtype)
+    return empty
+
+
+def _page_locked(n_elements: int, dtype: torch.dtype) -> Tensor:
+    """Pages of this process that CUDA locks: for torch they are pinned, as cudaPointerGetAttributes says so.
+
+    CUDA Runtime API, 6.9 (Memory Management): cudaHostRegister, cudaHostUnregister.
+    """
+    size_bytes = n_elements * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {format_bytes(size_bytes)} of host memory") from error
+    owner = memoryview(pages)  # the tensor's storage keeps it
+    buffer = torch.frombuffer(owner, dtype=dtype)
+    portable = 1  # cudaHostRegisterPortable: pinned for every CUDA context
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, portable))
+    if code:
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # CUDA tells the next launch again, and only once
+        raise RuntimeError(
+            f"CUDA error {code}: cannot pin {format_bytes(size_bytes)} of host memory"
+        )
+    release = weakref.finalize(owner, _unlock, cudart, buffer.data_ptr(), pages)
+    release.atexit = False  # the driver does it
+    return buffer
+
+
+def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
+    """Before `pages` are unmapped, which this call keeps alive, and after the copies that use them."""
+    with suppress(RuntimeError):  # of an earlier kernel: whoever waits for that raises it
+        torch.cuda.synchronize()
+    cudart.cudaHostUnregister(address)
 
 
 def allocator_statistics(device: torch.device) -> dict[str, int]:

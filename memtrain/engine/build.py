@@ -344,10 +344,9 @@ def build_model(config: Config, dimensions: Dimensions, device: torch.device) ->
 
 
 def weight_store(config: Config, device: torch.device) -> WeightStore:
-    pinned = device.type != "cpu"
     if weights_home(config) == "nvme":
-        return FileWeights(file_store(config), pinned)
-    return MemoryWeights(pinned)
+        return FileWeights(file_store(config), device)
+    return MemoryWeights(device)
 
 
 def file_store(config: Config) -> FileStore:
@@ -505,13 +504,12 @@ def build_host_update(
     if isinstance(offload, ParamOffload):
         offload.resident = DeviceWeights([p for p in model.parameters() if p.ndim < 2], device)
         weights = offload
-    pinned = device.type != "cpu"
     states: StateHome = MemoryState(make)
-    gradients: GradientHome = MemoryGradients(pinned)
+    gradients: GradientHome = MemoryGradients(device)
     if optimizer_home(config) == "nvme":
         states = FileState(file_store(config), make, config.offload.nvme_buffer_mib * MIB)
     if weights_home(config) == "nvme":
-        gradients = FileGradients(file_store(config), pinned)
+        gradients = FileGradients(file_store(config), device)
     update = HostOptimizer(
         groups,
         device=device,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memtrain.device import device_module
+from memtrain.device import device_module, pinned_empty
 from memtrain.model.transformer import Segment
 
 _Key = tuple[int, int]
@@ -45,7 +45,7 @@ class _HostPool:
         self.can_pin = True
         self.free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # ordered by size
 
-    def take(self, n_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    def take(self, n_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The smallest free buffer that is large enough; a new one replaces one that is too small."""
         free = self.free[dtype]
         place = bisect_left(free, n_elements, key=Tensor.numel)
@@ -53,15 +53,15 @@ class _HostPool:
             return free.pop(place)
         if free:
             self.total_bytes -= free.pop().nbytes
-        buffer = self._new(n_elements, dtype, pinned)
+        buffer = self._new(n_elements, dtype, device)
         self.total_bytes += buffer.nbytes
         return buffer
 
-    def _new(self, n_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    def _new(self, n_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Pageable once the machine has refused pinned memory: each copy then holds the host up, no more."""
-        if pinned and self.can_pin:
+        if self.can_pin:
             try:
-                return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=True)
+                return pinned_empty(n_elements, dtype, device)
             except RuntimeError as error:
                 self.can_pin = False
                 warnings.warn(
@@ -78,13 +78,13 @@ class _HostPool:
 class _Moved:
     """The content of one storage, flat. It lives as long as something in the graph may ask for it."""
 
-    def __init__(self, source: Tensor, pool: _HostPool, pinned: bool) -> None:
+    def __init__(self, source: Tensor, pool: _HostPool) -> None:
         self.on_device: Tensor | None = source
         self.n_elements, self.dtype = source.numel(), source.dtype
         self._pool = pool
         self._wait: Callable[[], None] | None = None
         self._buffer: Tensor | None = None  # `__del__` looks at it even where there is no memory
-        self._buffer = pool.take(self.n_elements, self.dtype, pinned)
+        self._buffer = pool.take(self.n_elements, self.dtype, source.device)
 
     @property
     def host(self) -> Tensor:
@@ -227,7 +227,7 @@ class ActivationOffload:
     def _move(self, call: _Call, tensor: Tensor) -> _Moved:
         n_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         source = tensor.as_strided((n_elements,), (1,), 0)
-        moved = _Moved(source, self._pool, pinned=call.device.type != "cpu")
+        moved = _Moved(source, self._pool)
         to_host, _ = self._copy_streams(call.device)
         to_host.wait_event(call.compute.record_event())
         with device_module(call.device).stream(to_host):

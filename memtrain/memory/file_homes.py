@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memtrain.device import pinned_empty
+
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 MASTER = "master"
@@ -157,8 +159,8 @@ def fresh_state(make: MakeOptimizer) -> tuple[list[str], dict[str, Tensor]]:
 class FileGradients:
     """Gradients in files; in memory are those on their way, in buffers of their own length."""
 
-    def __init__(self, store: Store, pinned: bool) -> None:
-        self._store, self._pinned = store, pinned
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self._store, self._device = store, device
         self._lengths: list[int] = []
         self._dtype = torch.float32
         self._free: defaultdict[int, deque[Tensor]] = defaultdict(deque)
@@ -173,7 +175,7 @@ class FileGradients:
     def landing(self, number: int, first: bool) -> Tensor:
         length = self._lengths[number]
         if not self._free[length]:
-            return torch.empty(length, dtype=self._dtype, device="cpu", pin_memory=self._pinned)
+            return pinned_empty(length, self._dtype, self._device)
         buffer = self._free[length].popleft()
         self._store.wait(buffer)
         return buffer
@@ -203,8 +205,8 @@ class FileGradients:
 class FileWeights:
     """Weights in files; in memory are those on their way to the device."""
 
-    def __init__(self, store: Store, pinned: bool) -> None:
-        self._store, self._pinned = store, pinned
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self._store, self._device = store, device
         self._files: dict[nn.Parameter, str] = {}
         self._free: defaultdict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
         """By length: buffers, each with the event after which nothing reads it."""
@@ -244,9 +246,7 @@ class FileWeights:
 
     def _buffer(self, weight: nn.Parameter) -> Tensor:
         if not self._free[weight.numel()]:
-            return torch.empty(
-                weight.numel(), dtype=weight.dtype, device="cpu", pin_memory=self._pinned
-            )
+            return pinned_empty(weight.numel(), weight.dtype, self._device)
         buffer, copied = self._free[weight.numel()].popleft()
         copied.synchronize()
         return buffer

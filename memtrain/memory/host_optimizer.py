@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.device import device_module, placed, recorded
+from memtrain.device import device_module, pinned_empty, placed, recorded
 from memtrain.model.layers import gradient_dtype
 from memtrain.model.transformer import Segment, Transformer
 
@@ -116,8 +116,8 @@ class MemoryState:
 class MemoryGradients:
     """A buffer for every gradient, and for those on their way that are to be added."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._gradients: list[Tensor] = []
         self._spare: defaultdict[int, list[Tensor]] = defaultdict(list)
         """By length."""
@@ -146,7 +146,7 @@ class MemoryGradients:
         return self._gradients[number][start:stop]
 
     def _empty(self, n_elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=self._pinned)
+        return pinned_empty(n_elements, dtype, self._device)
 
 
 class DeviceWeights:
@@ -155,10 +155,9 @@ class DeviceWeights:
     N_BUFFERS = 2
 
     def __init__(self, weights: Iterable[nn.Parameter], device: torch.device) -> None:
-        self._module = device_module(device)
+        self._device, self._module = device, device_module(device)
         self._compute, self._h2d = self._module.current_stream(), self._module.Stream()
         self._longest = max((weight.numel() for weight in weights), default=0)
-        self._pinned = device.type != "cpu"
         self._buffers: deque[tuple[Tensor, Any]] = deque()
 
     def read(self, weight: nn.Parameter) -> Tensor:
@@ -179,7 +178,7 @@ class DeviceWeights:
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         """One that nothing is copied from any more."""
         if len(self._buffers) < self.N_BUFFERS:
-            return torch.empty(self._longest, dtype=dtype, device="cpu", pin_memory=self._pinned)
+            return pinned_empty(self._longest, dtype, self._device)
         buffer, copied = self._buffers.popleft()
         copied.synchronize()
         return buffer

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from memtrain.device import device_module, recorded
+from memtrain.device import device_module, pinned_empty, recorded
 from memtrain.model.transformer import Segment, Transformer
 
 
@@ -52,14 +52,12 @@ class ResidentWeights(Protocol):
 class MemoryWeights:
     """Weights in host memory, pinned for a device that is not the CPU; also what a host optimizer reads and writes."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._host: dict[nn.Parameter, Tensor] = {}
 
     def put(self, weight: nn.Parameter) -> None:
-        host = torch.empty(
-            weight.numel(), dtype=weight.dtype, device="cpu", pin_memory=self._pinned
-        )
+        host = pinned_empty(weight.numel(), weight.dtype, self._device)
         self._host[weight] = host.copy_(weight.detach().view(-1))
 
     def prepare(self, weight: nn.Parameter) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from memtrain.errors import UserError
 from memtrain.phantom import autocast, operators, streams
+from memtrain.phantom.ledger import page_bytes, pinned_block_bytes
 from memtrain.phantom.streams import schedule
 
 if TYPE_CHECKING:
@@ -146,6 +147,16 @@ class DeviceModule:
 
     def synchronize(self, device: Any = None) -> None:
         schedule().synchronize()
+
+    def page_locked_empty(self, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A pinned buffer that is not of torch's pool (cudaHostRegister): it takes whole pages."""
+        meter = active()
+        assert meter is not None, "outside the phantom's block there is no host to count"
+        meter.ledger.pinned_bytes = page_bytes
+        try:
+            return torch.empty(n_elements, dtype=dtype, device="cpu", pin_memory=True)
+        finally:
+            meter.ledger.pinned_bytes = pinned_block_bytes
 
     # Random numbers: none are drawn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import weakref
 from collections import deque
@@ -17,13 +18,18 @@ DEVICE, PAGEABLE, PINNED = "device", "pageable", "pinned"
 
 
 def pinned_block_bytes(size_bytes: int) -> int:
-    """What torch takes for a pinned buffer: a power of two (ATen/core/CachingHostAllocator.h), but for those above a
-    threshold that the allocator's settings may name (from torch 2.13 on).
+    """What torch takes for a pinned buffer: a power of two (ATen/core/CachingHostAllocator.h), but for those above
+    thresholds that the allocator's settings may name (from torch 2.13 on).
     """
-    threshold = re.search(r"pinned_max_round_threshold_mb:(\d+)", allocator_settings())
-    if not size_bytes or (threshold and size_bytes > int(threshold[1]) * MIB):
+    named = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:(\d+)", allocator_settings())
+    if not size_bytes or any(size_bytes > int(threshold) * MIB for threshold in named):
         return size_bytes
     return int(2 ** (size_bytes - 1).bit_length())
+
+
+def page_bytes(size_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Span(NamedTuple):
@@ -98,6 +104,8 @@ class Ledger:
 
     def __init__(self, allocator: CachingAllocator | None) -> None:
         self.allocator = allocator
+        self.pinned_bytes = pinned_block_bytes
+        """What a pinned buffer of so many bytes takes."""
         self.events: list[tuple[Record, int]] = []
         self.spans: list[Span] = [Span(0, OTHER, False, 0)]
         self.steps: list[int] = [0]
@@ -120,7 +128,7 @@ class Ledger:
     def allocate(self, space: str, size_bytes: int, op: str, module: str, stream: int) -> Record:
         """A new record. Raises OutOfMemoryError, and has then changed nothing."""
         if space == PINNED:
-            size_bytes = pinned_block_bytes(size_bytes)
+            size_bytes = self.pinned_bytes(size_bytes)
         record = Record(space, size_bytes, op, module, len(self.spans) - 1, stream)
         if not size_bytes:
             return record

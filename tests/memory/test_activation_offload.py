@@ -16,6 +16,7 @@ from memtrain.device import autocast
 from memtrain.memory.activation_offload import ActivationOffload, _Moved
 from memtrain.model.transformer import Dimensions, Segment, make_transformer
 from memtrain.phantom import PhantomGPU, RaceError
+from memtrain.phantom.ledger import page_bytes
 
 CPU = torch.device("cpu")
 GPT = Dimensions(vocab_size=64, dim=32, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=128, max_seq_len=16)  # fmt: skip
@@ -338,7 +339,7 @@ statistics (16) and attention's log-sum-exp of every head (4)."""
 
 
 def run_phantom(recompute=0, offloads=True, n_kept=1, n_steps=2, accum=2):
-    """The report of the last step, and host bytes after every step."""
+    """The report of the last step, and the pages of host memory after every step."""
     host_bytes = []
     with PhantomGPU() as gpu:
         model = make_model(WIDE, recompute=recompute, device=gpu.device)
@@ -351,7 +352,7 @@ def run_phantom(recompute=0, offloads=True, n_kept=1, n_steps=2, accum=2):
             model.zero_grad()
             if offloaded is not None:
                 assert is_idle(offloaded)
-                host_bytes.append(offloaded.host_bytes)
+                host_bytes.append(sum(page_bytes(b.nbytes) for b in free_buffers(offloaded)))
         return gpu.report(), host_bytes
 
 

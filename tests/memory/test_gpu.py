@@ -1,12 +1,13 @@
 """On a CUDA GPU: the same lines as on the CPU, and the prediction against the card's own counters."""
 
+import os
 from dataclasses import asdict
 
 import pytest
 import torch
 
 from memtrain import tasks
-from memtrain.device import allocator_statistics, reset_peaks
+from memtrain.device import allocator_statistics, pinned_empty, reset_peaks
 from memtrain.engine.build import build_dimensions
 from memtrain.planner.child import PlannerProcess
 from memtrain.planner.predict import N_STEPS, make_step
@@ -51,6 +52,30 @@ def test_predicted_peak_is_measured(config, overrides):
     torch.cuda.synchronize()
     measured = allocator_statistics(device)["peak_allocated_bytes"] - before
     assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_copies_to_and_from_a_buffer_of_our_own():
+    """It is pinned for torch, so that copies do not wait, and torch's pool holds nothing for it."""
+    device, n = torch.device("cuda"), 3 * 2**20 + 5
+    kept = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    buffer = pinned_empty(n, torch.float32, device)
+    assert buffer.is_pinned() and buffer[7:].is_pinned()
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == kept
+    source = torch.arange(n, device=device, dtype=torch.float32)
+    buffer.copy_(source, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert torch.equal(buffer, torch.arange(n, dtype=torch.float32))
+    back = buffer.neg_().to(device, non_blocking=True)
+    del buffer  # while it may still be read: it is let go after the copy
+    assert torch.equal(back, -source)
+    assert pinned_empty(n, torch.float32, device).is_pinned()  # the pages can be registered anew
+
+
+def test_what_cannot_be_pinned_is_refused_and_leaves_the_device_well():
+    n = 64 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with pytest.raises((RuntimeError, MemoryError)):
+        pinned_empty(n, torch.uint8, torch.device("cuda"))
+    assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 @pytest.mark.parametrize("overrides", FORMS[5:], ids=" ".join)

@@ -15,7 +15,7 @@ from memtrain.cards import load_card
 from memtrain.engine.build import build_dimensions
 from memtrain.model.transformer import make_transformer
 from memtrain.phantom import PhantomGPU, Report
-from memtrain.phantom.ledger import DEVICE, PAGEABLE, PINNED
+from memtrain.phantom.ledger import DEVICE, PAGEABLE, PINNED, page_bytes
 from memtrain.phantom.report import walk
 from memtrain.planner.predict import make_plan, make_step
 from memtrain.units import GIB, MIB
@@ -194,6 +194,17 @@ def test_the_optimizer_on_the_host(planned, shapes):
         assert report.d2h_bytes == pytest.approx(gradient * n, rel=0.02)
         assert report.h2d_bytes == pytest.approx(weight * n + INPUTS, rel=0.02)
         assert report.categories.get("optimizer_state", 0) == 0
+
+
+def test_pinned_buffers_take_their_pages_and_no_power_of_two(planned, shapes):
+    odd = ("model.dim=320", "model.n_heads=5", "model.n_layers=2")
+    sizes = [4 * prod(shape) for shape in shapes(*odd).values()]
+    matrices = [4 * prod(shape) for shape in shapes(*odd).values() if len(shape) > 1]
+    gradients, weights = sum(map(page_bytes, sizes)), sum(map(page_bytes, matrices))
+    found = planned("offload=optimizer", *odd).report.host_pinned_peak_bytes
+    assert found == gradients + 2 * page_bytes(max(sizes)) + INPUTS
+    found = planned("offload=params", *odd).report.host_pinned_peak_bytes
+    assert found == weights + gradients + 2 * page_bytes(4 * 4 * 320) + INPUTS
 
 
 def test_gradients_that_add_up_on_the_host(planned, shapes):

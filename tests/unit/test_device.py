@@ -1,5 +1,7 @@
-"""What the host has, and what a run says when it is not enough."""
+"""What the host has, how it is pinned, and what a run says when it is not enough."""
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from memtrain.device import (
     allocator_statistics,
     free_host_bytes,
     host_memory_bytes,
+    pinned_empty,
     reset_host_peak,
     select_device,
 )
@@ -102,3 +105,106 @@ def test_peak_of_this_process_and_not_of_its_parent():
 
 def test_the_cpu_counts_no_device_memory():
     assert allocator_statistics(select_device("cpu")) == {}
+
+
+# --- pinned memory ------------------------------------------------------------------------------------------------
+
+
+class Cudart:
+    """Stands in for torch.cuda.cudart(): keeps what it was called with, and answers `code`."""
+
+    def __init__(self, code=0):
+        self.code = code
+        self.calls = []
+
+    def cudaHostRegister(self, address, size_bytes, flags):
+        self.calls.append(("register", address, size_bytes, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unregister", address, ctypes.c_float.from_address(address).value))
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    stand_in = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: stand_in.calls.append("synchronize"))
+    return stand_in
+
+
+def test_a_pinned_buffer_is_registered_until_nothing_uses_it(cudart):
+    """Its exact bytes, once; released after the copies under way, while the memory is still there."""
+    n = 3 * mmap.PAGESIZE // 4 + 5  # not whole pages, and no power of two
+    buffer = pinned_empty(n, torch.float32, torch.device("cuda"))
+    address = buffer.data_ptr()
+    assert buffer.shape == (n,) and address % mmap.PAGESIZE == 0
+    assert cudart.calls == [("register", address, 4 * n, 1)]
+    buffer.fill_(7)
+    last = buffer[-1:].view(1, 1)
+    del buffer
+    assert len(cudart.calls) == 1 and last.item() == 7
+    del last
+    assert cudart.calls[1:] == ["synchronize", ("unregister", address, 7.0)]
+
+
+def test_pinned_buffers_have_every_type_and_none_is_of_nothing(cudart):
+    for dtype in (torch.bfloat16, torch.uint8, torch.int64):
+        buffer = pinned_empty(9, dtype, torch.device("cuda"))
+        assert (buffer.dtype, buffer.shape) == (dtype, (9,))
+    assert [call[2] for call in cudart.calls if call[0] == "register"] == [18, 9, 72]
+    cudart.calls.clear()
+    assert pinned_empty(0, torch.float32, torch.device("cuda")).shape == (0,)
+    assert not [call for call in cudart.calls if call[0] == "register"]
+
+
+def test_a_refusal_to_pin_is_an_error_that_no_later_launch_reports(cudart, monkeypatch):
+    cudart.code = 2
+
+    def launch(*shape, device):
+        cudart.calls.append(("launch", device))
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    with pytest.raises(RuntimeError, match=r"CUDA error 2: cannot pin 4\.00 MiB of host memory"):
+        pinned_empty(2**20, torch.float32, torch.device("cuda"))
+    assert [call[0] for call in cudart.calls] == ["register", "launch"]
+
+
+def test_the_cpu_pins_nothing(cudart):
+    assert pinned_empty(1000, torch.float32, torch.device("cpu")).shape == (1000,)
+    assert not cudart.calls
+
+
+def test_torchs_pinned_pool_is_left_as_it_is():
+    """Whatever its settings could save: in 2.13 they make it hand out less memory than asked for."""
+    assert "train" in sys.modules  # which would set them before torch is imported
+    assert "pinned" not in os.environ.get("PYTORCH_ALLOC_CONF", "")
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "refused"),
+    [
+        ("2.13.0+cu130", "pinned_max_round_threshold_mb:0", True),
+        ("2.13.1", "expandable_segments:True,pinned_max_round_threshold_mb:64", True),
+        ("2.13.0", "pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:2", True),
+        ("2.13.0", "pinned_max_round_threshold_mb:2,pinned_max_cached_size_mb:2", False),
+        ("2.13.0", "pinned_max_cached_size_mb:2", False),
+        ("2.13.0", "expandable_segments:True", False),
+        ("2.14.0", "pinned_max_round_threshold_mb:0", False),
+    ],
+)
+def test_a_pinned_pool_that_hands_out_too_little_is_refused(
+    monkeypatch, version, settings, refused
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    assert select_device("cpu").type == "cpu"
+    if refused:
+        with pytest.raises(UserError, match=rf"^PYTORCH_CUDA_ALLOC_CONF: .* torch {version[:6]}"):
+            select_device("auto")
+    else:
+        assert select_device("auto").type == "cuda"

@@ -109,7 +109,6 @@ def test_a_long_window_is_planned_from_a_short_one(shaped, monkeypatch, override
     """All micro-batches run, against three of them and the rest reckoned."""
     from memtrain.planner import predict as module
 
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # torch's own: pinned buffers are rounded up
     wanted, card = shaped(*overrides), load_card("l4")
     dimensions = build_dimensions(wanted, 2048)
     reckoned = predict(wanted, dimensions, card).report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -276,11 +277,36 @@ def test_pinned_memory() -> None:
         assert a.is_pinned() and b.is_pinned() and not torch.empty(10).is_pinned()
         assert b.pin_memory() is b
         gpu.meter.settle()
-        assert gpu.meter.ledger.live["pinned"] == 8000
+        assert gpu.meter.ledger.live["pinned"] == 8192  # torch's pool rounds up to powers of two
         c = torch.empty(1000, device=gpu.device).to("cpu", non_blocking=True)
         assert c.is_pinned()
         del a, b
-    assert gpu.report().host_pinned_peak_bytes == 12000
+    assert gpu.report().host_pinned_peak_bytes == 12288
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected_mib"),
+    [
+        ("", 4),
+        ("pinned_max_round_threshold_mb:1", 3),
+        ("pinned_max_round_threshold_mb:3", 4),
+        ("pinned_max_cached_size_mb:2", 3),
+    ],
+)
+def test_pinned_memory_takes_what_torch_takes_for_it(monkeypatch, settings, expected_mib) -> None:
+    """Of torch's pool a power of two below its thresholds; of its own, whole pages."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    with PhantomGPU() as gpu:
+        of_the_pool = torch.empty(3 * MIB, dtype=torch.uint8, pin_memory=True)
+        assert gpu.meter.ledger.live["pinned"] == expected_mib * MIB
+        module = torch.get_device_module("phantom")
+        own = module.page_locked_empty(3 * MIB + 1, torch.uint8)
+        assert own.is_pinned() and own.shape == (3 * MIB + 1,)
+        own_bytes = 3 * MIB + mmap.PAGESIZE
+        assert gpu.meter.ledger.live["pinned"] == expected_mib * MIB + own_bytes
+        del of_the_pool
+        gpu.meter.settle()
+        assert gpu.meter.ledger.live["pinned"] == own_bytes
 
 
 def test_values_of_device_tensors_are_zero_and_constants_keep_theirs() -> None:
