@@ -15,7 +15,7 @@ from memtrain.engine.optimizers import (
     state_bytes_per_parameter,
 )
 from memtrain.errors import UserError
-from memtrain.phantom import PhantomGPU
+from memtrain.phantom import PhantomCPU, PhantomGPU
 
 SHAPES = {
     "tokens.weight": (40, 64),
@@ -149,6 +149,61 @@ def test_8_bit_adamw_goes_where_adamw_goes(name):
         tolerance = 0.02 if start[parameter].numel() >= 4096 else 1e-4
         assert (moved - expected).norm() < tolerance * expected.norm()
         assert (moved - expected).norm() > 0
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
+def test_8_bit_adamw_moves_no_weight_that_never_had_a_gradient(name):
+    """Beside others, of every size, in the same block of 256; weight decay apart. None flies off."""
+    torch.manual_seed(0)
+    size = 2**15 + 100
+    named = {"norm.weight": nn.Parameter(torch.randn(size))}
+    named["blocks.0.w"] = nn.Parameter(torch.randn(1, size))
+    start = {key: p.detach().double() for key, p in named.items()}
+    never, once = (torch.arange(size) % 3 == i for i in range(2))
+    gradients = torch.randn(10, size) * 10 ** (-5 * torch.rand(size)) * ~never
+    gradients[1:, once] = 0
+    ours, theirs = optimizer_of(name, named), dict(start)
+    states = {key: {} for key in named}
+    for step, gradient in enumerate(gradients):
+        for key, p in named.items():
+            p.grad = gradient.view(p.shape).clone()
+            decay = DECAY if p.ndim == 2 else 0.0
+            theirs[key] = adamw(theirs[key], p.grad.double(), states[key], step + 1, decay)
+        ours.step()
+    still = named["norm.weight"][never]
+    assert torch.equal(still, start["norm.weight"][never].float())
+    for key, p in named.items():
+        torch.testing.assert_close(
+            p.view(-1)[never].double(), theirs[key].view(-1)[never], rtol=1e-6, atol=0
+        )
+        moved, expected = ((w - start[key]).view(-1)[~never] for w in (p.double(), theirs[key]))
+        assert moved.norm() > 0.3 * expected.norm()
+        assert moved.abs().max() < 1.2 * expected.abs().max()  # nothing is divided by eps alone
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bits_are_those_of_the_nearest_number(signed):
+    """By comparison with all 256 of bitsandbytes', up to the rounding to bf16 before it; zero and sign are kept."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    from memtrain.engine.adamw_8bit import quantized
+
+    values = torch.cat([torch.zeros(300), torch.ones(1), 10 ** (-8 * torch.rand(2000))])
+    values[301::2] *= -1 if signed else 1
+    values *= 3.0
+    numbers = create_dynamic_map(signed).double()
+    indices, scales = quantized(values, signed=signed)
+    assert (indices.dtype, indices.shape, scales.shape) == (torch.uint8, values.shape, (9,))
+    scaled = values.double() / scales.repeat_interleave(256)[: len(values)].clamp(min=1e-30)
+    found = numbers[indices.int()]
+    least = (scaled.unsqueeze(1) - numbers).abs().amin(1)
+    below = (scaled > 0) & (scaled < numbers[1] / 2) & (not signed)
+    assert (found[below] == numbers[1]).all()  # a second moment stays above zero
+    assert ((scaled - found).abs() <= least + 2**-7 * scaled.abs())[~below].all()
+    assert (found[values == 0] == 0).all() and (found * scaled >= 0).all()
+    assert torch.equal(scales[:2], torch.tensor([0.0, 3.0]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -337,6 +392,12 @@ def test_8_bit_tables_are_real_though_first_made_on_the_phantom():
         assert torch.equal(
             torch.tensor(adamw_8bit.table(signed=signed)), create_dynamic_map(signed)
         )
+    adamw_8bit.codes.cache_clear()
+    with PhantomCPU():
+        weight = nn.Parameter(torch.ones(64, 64))
+        weight.grad = torch.ones(64, 64)
+        optimizer_of("adamw_8bit", {"blocks.0.w": weight}).step()
+    assert adamw_8bit.codes(signed=True)[0].item() == 127
 
 
 @needs_bitsandbytes
