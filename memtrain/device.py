@@ -4,9 +4,10 @@ import ctypes
 import mmap
 import os
 import re
+import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,23 +140,53 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-def host_memory_bytes(field: str) -> int:
-    """`VmHWM` (peak) or `VmRSS` (now) of this process. Unlike ru_maxrss, not inherited from the parent."""
-    for line in (
-        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    ):
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def host_memory_bytes() -> int:
+    """What this process has in memory now, pages of mapped files left out: the kernel drops those when it needs room.
+
+    VmRSS without RssFile (proc(5)): anonymous memory, and what is shared or lies in a tmpfs.
+    """
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    kib = (int(fields.get(name, "0 kB").split()[0]) for name in ("VmRSS", "RssFile"))
+    return (next(kib) - next(kib)) * 1024
 
 
-def reset_host_peak() -> None:
-    """Let the peak count from here on: what malloc holds free is given back (malloc_trim(3)), `VmHWM` set (proc(5))."""
-    libc = ctypes.CDLL(None)
+_peak_lock = threading.Lock()
+_peak_bytes = 0
+
+
+def host_peak_bytes() -> int:
+    """The most of `host_memory_bytes` that was seen since `host_peak_watched` began."""
+    global _peak_bytes
+    with _peak_lock:
+        _peak_bytes = max(_peak_bytes, host_memory_bytes())
+        return _peak_bytes
+
+
+@contextmanager
+def host_peak_watched(interval_s: float = 0.02) -> Iterator[None]:
+    """Let the peak count from here on. What malloc holds free is given back first (malloc_trim(3)).
+
+    A thread looks every `interval_s`, for the kernel's own peak (VmHWM) counts the pages of files: what comes and goes
+    between two looks is missed.
+    """
+    global _peak_bytes
+    libc, over = ctypes.CDLL(None), threading.Event()
     if hasattr(libc, "malloc_trim"):  # glibc's
         libc.malloc_trim(0)
-    with suppress(OSError):  # where a container does not allow it
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    _peak_bytes = 0
+
+    def watch() -> None:
+        while not over.wait(interval_s):
+            host_peak_bytes()
+
+    watcher = threading.Thread(target=watch, name="host peak", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def describe_device(device: torch.device) -> str:

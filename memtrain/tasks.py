@@ -22,8 +22,8 @@ from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import (
     describe_device,
     free_host_bytes,
-    host_memory_bytes,
-    reset_host_peak,
+    host_peak_bytes,
+    host_peak_watched,
     select_device,
 )
 from memtrain.engine import build
@@ -89,7 +89,7 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     found = plan_run(config, place, dimensions.vocab_size, device)
     try:
         chosen = asdict(config)
-        with own_nvme_folder(config, place) as config:
+        with own_nvme_folder(config, place) as config, host_peak_watched():
             summary = train_model(config, chosen, place, device, data, dimensions, loader, found)
     except torch.OutOfMemoryError as error:
         explain_out_of_memory(config, place, dimensions.vocab_size, device, found, error)
@@ -114,7 +114,6 @@ def train_model(
 
     `chosen` is the config that checkpoints keep, `found` the run's plan.
     """
-    reset_host_peak()  # the run's own, not that of tokenizing
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
     if config_module.optimizer_home(config) == "nvme":
@@ -184,7 +183,7 @@ def train_model(
         for line in data_lines(data):
             recorder.board.text("data", line)
         recorder.board.hparams(hyperparameters(config, place.overrides), metrics(summary))
-    return summary | {"host_peak_rss_bytes": host_memory_bytes("VmHWM")}
+    return summary | {"host_peak_rss_bytes": host_peak_bytes()}
 
 
 def resume(

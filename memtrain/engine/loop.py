@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from memtrain.data.loader import Batch
-from memtrain.device import allocator_statistics, autocast, host_memory_bytes, reset_peaks
+from memtrain.device import (
+    allocator_statistics,
+    autocast,
+    host_memory_bytes,
+    host_peak_bytes,
+    reset_peaks,
+)
 from memtrain.engine.schedule import Schedule
 from memtrain.engine.step import TrainStep
 from memtrain.errors import NotFiniteError
@@ -132,12 +138,12 @@ def count(progress: Progress, window: list[Batch], stepped: bool) -> None:
 
 
 def measurements(step: TrainStep, progress: Progress) -> Record:
-    """What is asked of device and host at log steps only. Peaks are those since the last record."""
+    """What is asked of device and host at log steps only. The device's peaks are since the last record."""
     record: Record = {"skipped_steps": progress.skipped, **allocator_statistics(step.device)}
     if step.scaler.is_enabled():
         record["loss_scale"] = step.scaler.get_scale()
-    record["host_rss_bytes"] = host_memory_bytes("VmRSS")
-    record["host_peak_rss_bytes"] = host_memory_bytes("VmHWM")
+    record["host_rss_bytes"] = host_memory_bytes()
+    record["host_peak_rss_bytes"] = host_peak_bytes()
     return record
 
 

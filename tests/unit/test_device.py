@@ -5,19 +5,22 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from dataclasses import asdict
 
 import pytest
 import torch
 
+from memtrain import device
 from memtrain.cards import load_card
 from memtrain.device import (
     allocator_statistics,
     free_host_bytes,
     host_memory_bytes,
+    host_peak_bytes,
+    host_peak_watched,
     pinned_empty,
-    reset_host_peak,
     select_device,
 )
 from memtrain.errors import UserError
@@ -27,14 +30,29 @@ from memtrain.tasks import check_host_memory
 TINY_OFFLOAD = ("offload=optimizer", "model.dim=256", "model.vocab_size=4096")
 
 
-def test_the_hosts_peak_counts_from_the_reset_on():
-    ballast = bytearray(2**28)
-    for page in range(0, len(ballast), 4096):
-        ballast[page] = 1
-    high_bytes = host_memory_bytes("VmHWM")
-    del ballast
-    reset_host_peak()
-    assert host_memory_bytes("VmHWM") < high_bytes - 2**27
+def test_the_hosts_peak_is_seen_and_counts_from_its_beginning_on(monkeypatch):
+    """Two looks at the memory that comes and goes, whenever they are; and nothing of what was before."""
+    held = torch.ones(2**26)
+    with host_peak_watched(interval_s=0.001):
+        high_bytes = host_peak_bytes()
+        del held
+    seen, looks, look = threading.Event(), [], device.host_memory_bytes
+
+    def counted():
+        looks.append(look())
+        if len(looks) > 2:
+            seen.set()
+        return looks[-1]
+
+    with host_peak_watched(interval_s=0.001):
+        assert host_peak_bytes() < high_bytes - 2**27
+        transient = torch.ones(2**25)
+        monkeypatch.setattr(device, "host_memory_bytes", counted)
+        assert seen.wait(timeout=60)
+        monkeypatch.undo()
+        del transient
+        assert high_bytes - 2**27 - 2**25 < host_peak_bytes() < high_bytes - 2**26
+        assert host_memory_bytes() < host_peak_bytes() - 2**26
 
 
 def test_free_host_memory_is_at_most_what_there_is():
@@ -85,21 +103,28 @@ def make_plan_apart(config, card):
 
 
 MEASURE = """
+import mmap, pathlib
 import torch
-from memtrain.device import host_memory_bytes
-before = host_memory_bytes("VmHWM")
+from memtrain.device import host_memory_bytes, host_peak_bytes
+before = host_peak_bytes()
 held = torch.ones(2**26)
-print(before, host_memory_bytes("VmHWM"), host_memory_bytes("VmRSS"))
+alone = host_peak_bytes()
+library = (pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").open("rb")
+pages = mmap.mmap(library.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+mapped = sum(1 for _ in range(0, len(pages), 4096) if pages[_] >= 0) * 4096
+print(before, alone, mapped, host_peak_bytes(), host_memory_bytes())
 """
 
 
-def test_peak_of_this_process_and_not_of_its_parent():
+def test_peak_of_this_process_and_not_of_its_parent_or_of_its_files():
     """In a process of its own: what other tests have used and given back would hide the growth."""
     held = torch.ones(2**28)  # 1 GiB, which the child must not be told to have had
     child = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True)
-    before, peak, now = (int(word) for word in child.stdout.split())
+    before, alone, mapped, peak, now = (int(word) for word in child.stdout.split())
     assert before < held.nbytes
-    assert before + 0.9 * 2**28 < peak < before + 1.5 * 2**28
+    assert before + 0.9 * 2**28 < alone < before + 1.5 * 2**28
+    assert mapped > 2**27
+    assert alone <= peak < alone + 2**24
     assert now <= peak
 
 
