@@ -27,7 +27,7 @@ class Range:
 
     def allows(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            is_finite(value)
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)
@@ -41,14 +41,27 @@ class Range:
         ]
         return " and ".join(word for word in words if word)
 
+    def refusal_of(self, value: float) -> str:
+        """What a value has to be, and what it is where the bounds do not show it."""
+        if is_finite(value):
+            return f"must be {self}"
+        return f"must be {self}, not {'nan' if math.isnan(value) else 'infinite'}"
 
+
+def is_finite(value: float) -> bool:
+    """Of an int of any length, too, of which no float can be made."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
+FP32_HIGH = 1e38
+"""A little below the largest fp32: what is computed with these becomes infinite above it."""
 Positive = Annotated[int, Range(low=1, high=10**9)]
 NonNegative = Annotated[int, Range(low=0, high=10**18)]  # torch and numpy count in 64 bits
 Few = Annotated[int, Range(low=1, high=10**4)]
 Some = Annotated[int, Range(low=1, high=10**6)]
 """Of what is made one by one, so that a slip of the finger is refused and not waited for."""
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeFloat = Annotated[float, Range(low=0)]
+PositiveFloat = Annotated[float, Range(above=0, high=FP32_HIGH)]
+NonNegativeFloat = Annotated[float, Range(low=0, high=FP32_HIGH)]
 Share = Annotated[float, Range(low=0, high=1)]
 Probability = Annotated[float, Range(low=0, high=0.999)]
 
@@ -136,7 +149,7 @@ class PrecisionConfig:
     alone, rounded up or down at random so that small steps count in the mean."""
     gradients: Literal["fp32", "bf16"] | None
     """What gradients are kept and added up in; null: what the weights are stored in."""
-    loss_scale: Annotated[float, Range(above=0, high=1e38)]
+    loss_scale: PositiveFloat
     """For fp16: the first loss scale."""
     scale_growth_every: Positive
     """For fp16: good steps in a row after which the loss scale doubles."""
@@ -396,9 +409,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return _build(hint, value, f"{key}.")  # type: ignore[arg-type]
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        number = _convert(arguments[0], value, key)
+        number = _convert_plain(arguments[0], value, key)
         if not arguments[1].allows(number):
-            raise UserError(f"{key}={value}: must be {arguments[1]}")
+            shown = value if is_finite(number) else number  # an int may have a hundred digits
+            raise UserError(f"{key}={shown}: {arguments[1].refusal_of(number)}")
         return number
     if origin is Literal:
         if isinstance(value, str) and value in arguments:
@@ -413,7 +427,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, list):
             raise UserError(f"{key}={value}: must be a list, as in {key}=[...]")
         return [_convert(arguments[0], item, key) for item in value]
-    return _convert_plain(hint, value, key)
+    plain = _convert_plain(hint, value, key)
+    if hint is float and not is_finite(plain):
+        raise UserError(f"{key}={plain}: must be a finite number")
+    return plain
 
 
 def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -439,7 +456,10 @@ def _may_be(hint: Any, value: Any) -> bool:
 
 def _convert_plain(kind: type, value: Any, key: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     wanted = {
