@@ -328,7 +328,8 @@ class Config:
     save_every: NonNegative
     """Steps between checkpoints, and one at the end; 0: only when a signal stops the run."""
     keep: Annotated[int, Range(low=-1, high=10**9)]
-    """Checkpoints that stay beside the one with the least validation loss: the last so many; -1: all."""
+    """Checkpoints that stay beside the one with the least validation loss: the last so many whose step was finite, and
+    the newest; -1: all."""
     resume: str | None
     """Go on with a run: latest (of this `name`), a run's folder or a checkpoint's; null: start a new one."""
     compile: Literal["off", "blocks", "model"]

@@ -31,7 +31,7 @@ class Stopped(RuntimeError):
 
 
 class NotFiniteError(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+    """Too many steps in a row, or the last ones, had a loss or gradient that is not finite; or a model's output is."""
 
 
 def print_warning(text: str) -> None:

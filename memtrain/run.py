@@ -97,6 +97,11 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
         if status == "failed":
             traceback.print_exc()
         sys.exit(code)
+    else:
+        if summary["status"] == "not_finite":
+            log.error(summary["error"])
+            print_error(summary["error"])
+            sys.exit(EXIT_NOT_FINITE)
     finally:
         if not place.held or place.held.released:
             leave_summary(place.folder, summary)  # else the run is as it was

@@ -26,6 +26,8 @@ WEIGHTS, DIMENSIONS, OPTIMIZER = "model.safetensors", "model.json", "optimizer.s
 STATE, CONFIG, META = "state.pt", "config.yaml", "meta.json"
 FILES = (WEIGHTS, DIMENSIONS, OPTIMIZER, STATE, CONFIG)
 """Of a checkpoint; META, written last, knows how long they are."""
+COUNTERS = ("stepped", "skipped_in_a_row")
+"""In META: how many steps were finite so far, and how many since then were not."""
 LOCK = ".lock"
 METRICS, SUMMARY, PLAN = "metrics.jsonl", "summary.json", "plan.json"
 OVERRIDES, JOB_LOG = "overrides.json", "stderr.log"
@@ -82,15 +84,43 @@ def is_complete(checkpoint: Path) -> bool:
         meta = read_meta(checkpoint)
         sizes_bytes = meta["sizes_bytes"]
         as_written = ((checkpoint / name).stat().st_size == sizes_bytes[name] for name in FILES)
-        return "val_loss" in meta and all(as_written)
+        counters = (meta.get(key, 0) for key in COUNTERS)
+        return (
+            "val_loss" in meta
+            and all(isinstance(number, int) for number in counters)
+            and all(as_written)
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Step, the validation loss that was measured at it, if any, and the sizes of the other files."""
+    """Step, COUNTERS, the validation loss that was measured at it, if any, and the sizes of the other files."""
     meta: dict[str, Any] = json.loads((checkpoint / META).read_text(encoding="utf-8"))
     return meta
+
+
+def stepped(checkpoint: Path) -> int | None:
+    """Finite steps up to it; None: not noted, as in older ones."""
+    return read_meta(checkpoint).get("stepped")
+
+
+def is_good(checkpoint: Path) -> bool:
+    """Whether its own step was finite, as far as that is noted."""
+    return not read_meta(checkpoint).get("skipped_in_a_row")
+
+
+def went_on(checkpoint: Path, so_far: int | None) -> bool:
+    """Whether a finite step was made from its weights, where a run has made `so_far`. Skipped ones change nothing."""
+    here = stepped(checkpoint)
+    return here is not None and so_far is not None and here < so_far
+
+
+def last_good(run_folder: Path, before: int, so_far: int) -> Path | None:
+    """The newest one of a step `before` that is good and, of the `so_far` finite steps of the run, made one."""
+    earlier = [path for path in complete(run_folder) if step_of(path) < before and is_good(path)]
+    went = (p for p in reversed(earlier) if stepped(p) is None or went_on(p, so_far))
+    return next(went, None)
 
 
 def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -> str:

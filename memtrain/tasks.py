@@ -58,6 +58,7 @@ from memtrain.run_folder import (
     SUMMARY,
     WEIGHTS,
     damaged,
+    last_good,
     last_trained,
     named_checkpoint,
     newest,
@@ -139,6 +140,7 @@ def train_model(
         checkpoints.save(capture(step, model, loader, progress, val_loss, config_text))
 
     with (
+        naming_the_last_good(place.folder, progress),
         console.Progress(config.steps, first_step=progress.steps) as bar,
         Recorder(
             place.folder, bar.update, *flops, recorded_steps(config, progress), predicted_bytes
@@ -157,6 +159,7 @@ def train_model(
                 progress=progress,
                 save=save,
                 save_every=config.save_every,
+                judge=checkpoints.followed,
                 stop=stop,
                 evaluate=evaluation(config, step, data, stop),
                 observe=recorder,
@@ -164,8 +167,11 @@ def train_model(
                 eval_every=config.eval_every,
                 max_skipped=config.optimizer.max_skipped,
             )
+            stopped = bool(progress.pending) or progress.steps < config.steps
+            if stopped:
+                checkpoints.followed(False)  # who goes on sees whether the last one is any good
             checkpoints.wait()
-            if progress.pending or progress.steps < config.steps:
+            if stopped:
                 request.raise_if_requested(
                     f"stopped, saved at step {progress.steps}; go on with resume=latest"
                 )
@@ -177,6 +183,7 @@ def train_model(
         summary = predicted | recorder.summary
         summary |= {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
+        summary |= how_it_ended(config, place.folder, progress)
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
@@ -226,6 +233,11 @@ def resume(
     if progress.steps != step_of(checkpoint):
         raise not_ours(checkpoint)
     console.print_header([f"resumed    {checkpoint}, step {progress.steps} of {config.steps}"])
+    if progress.skipped_in_a_row:
+        console.print_warning(
+            f"{checkpoint}: the last {progress.skipped_in_a_row} steps before it were not finite"
+            f"{back(checkpoint.parent.parent, progress)}"
+        )
     if found:
         console.print_table(tables.changes_table(found))
     if any(key in ROUNDING for key, _, _ in found):
@@ -240,6 +252,35 @@ def resume(
 def is_done(folder: Path) -> bool:
     """Whether the run there came to its end, with its weights and its summary."""
     return (folder / WEIGHTS).exists() and (read_summary(folder) or {}).get("status") == "ok"
+
+
+def back(run_folder: Path, progress: Progress) -> str:
+    """Where else to go on from, inside a streak of steps that were not finite, or after it."""
+    good = last_good(run_folder, progress.steps, progress.stepped)
+    return f"; resume={good} goes on from the last good state" if good else ""
+
+
+@contextmanager
+def naming_the_last_good(folder: Path, progress: Progress) -> Iterator[None]:
+    try:
+        yield
+    except NotFiniteError as error:
+        raise NotFiniteError(f"{error}{back(folder, progress)}") from error
+
+
+def how_it_ended(config: Config, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Of a run whose last steps were not finite. A single one in fp16 is how the loss scale finds its height."""
+    count = progress.skipped_in_a_row
+    found: dict[str, Any] = {"skipped_in_a_row": count}
+    text = (
+        f"not finite: the last {count} of {progress.steps} steps; the weights are those before; "
+        "lower optimizer.lr, or use precision=bf16 or fp32"
+    )
+    if count > (config.precision.name == "fp16"):
+        found |= {"status": "not_finite", "error": text + back(folder, progress)}
+    elif count:
+        console.print_warning(text)
+    return found
 
 
 def unsaved_run(folder: Path) -> Path:
@@ -291,7 +332,10 @@ def what_was_learned(
     elif data.train is not None:
         found["unigram_entropy"] = unigram_entropy(data.train, data.vocab_size)
     if data.tokenizer and config.generate.tokens:
-        found["sample"] = sample(config, model, data.tokenizer)
+        try:
+            found["sample"] = sample(config, model, data.tokenizer)
+        except NotFiniteError as error:
+            console.print_warning(f"no sample: {error}")
     return found
 
 

@@ -6,7 +6,8 @@
       optimizer.safetensors  <parameter>/<name>, and <parameter>/master where a weight has an fp32 master
       state.pt               counters, loss scale, data position, random states: `torch.load(..., weights_only=True)`
       config.yaml            what was chosen
-      meta.json              step and validation loss, for choosing between checkpoints, and the sizes of the files
+      meta.json              step, how many were finite so far and not finite in a row, validation loss: for choosing
+                             between checkpoints; and the sizes of the files
 
 A folder has that name only when all of it is on the disk: it is written under another, synced and renamed.
 """
@@ -41,10 +42,13 @@ from memtrain.run_folder import (
     STATE,
     WEIGHTS,
     complete,
+    is_good,
     newest,
     read_meta,
     step_name,
+    stepped,
     sync_folder,
+    went_on,
     write_synced,
     write_text,
 )
@@ -145,10 +149,17 @@ class Contents:
     state: dict[str, Any]
     dimensions: Dimensions
     config_text: str
+    stepped: int = 0
+    """Steps that were finite, so far."""
+    skipped_in_a_row: int = 0
+    """Those since the last finite one; 0: a good state to go on from."""
 
 
 class Checkpoints:
-    """The checkpoints of one run: written behind the training, the last `keep` and the best kept.
+    """The checkpoints of one run: written behind the training, the newest, the last `keep` good ones and the best kept.
+
+    A finite loss at step n is that of the weights before it: whether those that step n made are any good is known from
+    step n + 1. Until then (`followed`) what a new checkpoint replaces stays.
 
     `keep` -1 keeps all. Raises SaveError, from `save` or `wait`, if one could not be written; those before it are
     still there.
@@ -160,6 +171,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._error: Exception | None = None
+        self._judged = threading.Event()
+        self._proven = True
 
     def save(self, contents: Contents) -> None:
         """Returns before it is written: call `before_change` before any of its tensors changes."""
@@ -169,6 +182,8 @@ class Checkpoints:
         buffer = io.BytesIO()
         torch.save(contents.state, buffer)
         self._snapshot = Snapshot(tensors)
+        self._proven = not contents.skipped_in_a_row
+        self._judged.clear()
         arguments = (contents, self._snapshot, buffer.getvalue())
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         self._thread.start()
@@ -179,8 +194,15 @@ class Checkpoints:
         if self._snapshot is not None:
             self._snapshot.freeze()
 
+    def followed(self, finite: bool) -> None:
+        """How the first step from what was saved last has ended."""
+        if not self._judged.is_set():
+            self._proven = finite
+            self._judged.set()
+
     def wait(self) -> None:
-        """Until what was saved is on the disk."""
+        """Until what was saved is on the disk and what it replaces is gone; without a step after it, it is the last."""
+        self._judged.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = self._snapshot = None
@@ -206,6 +228,7 @@ class Checkpoints:
         if error is None:
             self.wait()
         elif self._thread is not None:  # what was saved shall be there; the error is what is told
+            self.followed(False)
             self._thread.join()
 
     def _run(self, contents: Contents, snapshot: Snapshot, state: bytes) -> None:
@@ -220,6 +243,7 @@ class Checkpoints:
             temporary.rename(final)
             sync_folder(self.folder)
             shutil.rmtree(before, ignore_errors=True)
+            self._judged.wait()
             self._remove_old()
         except Exception as error:  # `wait` tells it
             self._error = error
@@ -240,18 +264,25 @@ class Checkpoints:
         write_synced(folder / CONFIG, [contents.config_text.encode()])
         write_synced(folder / DIMENSIONS, [dimensions_text(contents.dimensions).encode()])
         sizes_bytes = {name: (folder / name).stat().st_size for name in FILES}
-        meta = {"step": contents.step, "val_loss": contents.val_loss, "sizes_bytes": sizes_bytes}
+        meta: dict[str, Any] = {"step": contents.step, "val_loss": contents.val_loss}
+        meta |= {"stepped": contents.stepped, "skipped_in_a_row": contents.skipped_in_a_row}
+        meta["sizes_bytes"] = sizes_bytes
         write_synced(folder / META, [json.dumps(meta).encode()])
         sync_folder(folder)
 
     def _remove_old(self) -> None:
-        """All but the last `keep` and the one with the least validation loss."""
+        """All but the newest, the last `keep` good ones and the one with the least validation loss.
+
+        As long as the last good one has made no finite step, the one before it stays, too.
+        """
         if self._keep < 0:
             return
         found = complete(self.run_folder)
+        good = [path for path in found if is_good(path)]
+        doubted = good and not (self._proven or went_on(good[-1], stepped(found[-1])))
         losses = {path: read_meta(path)["val_loss"] for path in found}
         measured = {p: loss for p, loss in losses.items() if loss is not None and isfinite(loss)}
-        kept = set(found[-self._keep :])
+        kept = {*found[-1:], *good[-self._keep - bool(doubted) :]}
         if measured:
             kept.add(min(measured, key=lambda path: measured[path]))
         for path in found:
@@ -292,10 +323,11 @@ def is_state(found: Mapping[str, Any]) -> bool:
     if not all(isinstance(part, dict) for part in parts):
         return False
     counters = {**found["progress"], **found["scaler"]}
-    pending = counters.pop("pending", None)
+    pending, last_loss = (counters.pop(key, None) for key in ("pending", "last_loss"))
     return (
         all(isinstance(number, (int, float)) and number >= 0 for number in counters.values())
         and (pending is None or isinstance(pending, dict))
+        and (last_loss is None or isinstance(last_loss, float))
         and all(isinstance(state, Tensor) for state in found["random"].values())
     )
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from memtrain.errors import NotFiniteError
 from memtrain.model.transformer import Transformer
 
 
@@ -15,7 +16,10 @@ def generate(
     top_k: int,
     generator: torch.Generator,
 ) -> list[int]:
-    """`tokens` and up to `n_new` more. Temperature 0 takes the likeliest; `generator` lives on the CPU."""
+    """`tokens` and up to `n_new` more. Temperature 0 takes the likeliest; `generator` lives on the CPU.
+
+    Raises NotFiniteError for a model whose logits are not.
+    """
     device, longest = model.head.weight.device, model.dimensions.max_seq_len
     was_training = model.training
     model.eval()
@@ -23,6 +27,8 @@ def generate(
     for _ in range(n_new):
         context = torch.tensor([tokens[-longest:]], device=device)
         logits = model.head(model(context)[:, -1])[0].float().cpu()  # (V,)
+        if not logits.isfinite().all():
+            raise NotFiniteError("the model's logits are not finite: there is no text in it")
         tokens.append(draw(logits, temperature, top_k, generator))
     model.train(was_training)
     return tokens

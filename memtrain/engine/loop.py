@@ -32,6 +32,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     tokens: int = 0
+    last_loss: float | None = None
+    """Of the last step that was finite."""
     pending: Record | None = None
     """The record of the last window, if a signal cut off its validation: that is made before the next window."""
 
@@ -45,6 +47,7 @@ def train(
     progress: Progress | None = None,
     save: Callable[[Progress, float | None], None] | None = None,
     save_every: int = 0,
+    judge: Callable[[bool], None] = lambda finite: None,
     stop: Callable[[], bool] = lambda: False,
     evaluate: Callable[[], float] | None,
     observe: Callable[[Record], None],
@@ -56,7 +59,8 @@ def train(
     steps in a row, or if no step at all was finite.
 
     `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
-    after the one in which `stop` became true. A validation that `stop` fell into is made again by who goes on.
+    after the one in which `stop` became true; `judge` after every step, with whether it was finite. A validation that
+    `stop` fell into is made again by who goes on.
     """
     progress = progress or Progress()
     if evaluate and (record := progress.pending):
@@ -68,13 +72,17 @@ def train(
     for window in take(windows, steps - progress.steps):
         learning_rate = set_learning_rate(step, schedule(progress.stepped))
         loss, grad_norm, stepped = step(window).tolist()  # the one wait for the device
-        count(progress, window, bool(stepped))
+        count(progress, window, loss if stepped else None)
+        if progress.skipped_in_a_row or stepped:
+            judge(bool(stepped))
         clock.add(sum(batch.tokens.numel() for batch in window))
         record = {"step": progress.steps, "loss": loss, "lr": learning_rate}
         record |= {"grad_norm": grad_norm, "tokens": progress.tokens}
         last = progress.steps == steps
         evaluating = last or is_due(progress.steps, eval_every)
         logging = evaluating or progress.steps == 1 or is_due(progress.steps, log_every)
+        if not stepped:
+            record["last_loss"] = progress.last_loss
         if logging or not stepped:
             record |= measurements(step, progress) | clock.read()
             if not (evaluate and evaluating) or validate(record, progress, evaluate, stop):
@@ -126,12 +134,13 @@ def set_learning_rate(step: TrainStep, learning_rate: float) -> float:
     return learning_rate
 
 
-def count(progress: Progress, window: list[Batch], stepped: bool) -> None:
+def count(progress: Progress, window: list[Batch], loss: float | None) -> None:
+    """`loss` None: the step was skipped."""
     progress.steps += 1
-    progress.stepped += stepped
-    progress.skipped += not stepped
-    if stepped:
-        progress.skipped_in_a_row = 0
+    progress.stepped += loss is not None
+    progress.skipped += loss is None
+    if loss is not None:
+        progress.skipped_in_a_row, progress.last_loss = 0, loss
     elif any(batch.n_targets for batch in window):  # else there was nothing to learn
         progress.skipped_in_a_row += 1
     progress.tokens += sum(batch.tokens.numel() for batch in window)

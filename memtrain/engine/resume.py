@@ -66,6 +66,8 @@ def capture(
         },
         dimensions=model.dimensions,
         config_text=config_text,
+        stepped=progress.stepped,
+        skipped_in_a_row=progress.skipped_in_a_row,
     )
 
 

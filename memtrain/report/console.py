@@ -138,7 +138,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Keys, each optional (absent or None: not measured): `peak_allocated_bytes`, `peak_reserved_bytes`,
     `host_peak_rss_bytes`, `predicted_peak_allocated_bytes`, `optimizer_bytes_per_parameter`, `optimizer_share_32_bit`
     (0..1), `first_loss`, `final_loss`, `vocab_size`, `unigram_entropy` (nats), `val_loss`, `tokens_per_second`, `mfu`
-    (0..1), `skipped_steps`, `run_dir`, `sample` (text).
+    (0..1), `skipped_steps`, `skipped_in_a_row` (at the end), `run_dir`, `sample` (text).
     """
     say("")
     for label, value in summary_lines(summary):
@@ -156,7 +156,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "loss": loss_text(summary),
         "validation": validation_text(summary),
         "speed": speed_text(summary),
-        "skipped": f"{summary['skipped_steps']} steps" if summary.get("skipped_steps") else "",
+        "skipped": skipped_text(summary),
         "run folder": str(summary.get("run_dir") or ""),
         "sample": printable(summary.get("sample") or ""),
     }
@@ -221,6 +221,15 @@ def speed_text(summary: Mapping[str, Any]) -> str:
     parts = [f"{format_count(rate)} tok/s"] if rate else []
     parts += [f"MFU {mfu:.1%}"] if mfu else []
     return " · ".join(parts)
+
+
+def skipped_text(summary: Mapping[str, Any]) -> str:
+    count, at_the_end = summary.get("skipped_steps"), summary.get("skipped_in_a_row")
+    if not count:
+        return ""
+    return f"{count} steps" + (
+        f", the last {at_the_end} of the run among them" if at_the_end else ""
+    )
 
 
 def perplexity(loss: float) -> float:

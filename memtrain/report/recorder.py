@@ -78,9 +78,10 @@ class Recorder:
 
     def _summarise(self, record: Mapping[str, Any]) -> None:
         summary = self.summary
-        summary.setdefault("first_loss", record["loss"])
+        summary.setdefault("first_loss", finite(record["loss"]))
+        loss = finite(record.get("last_loss", record["loss"]))
         summary |= {
-            "final_loss": record["loss"],
+            "final_loss": summary.get("final_loss") if loss is None else loss,
             "val_loss": record.get("val_loss", summary.get("val_loss")),
             "steps": record["step"],
             "skipped_steps": record["skipped_steps"],

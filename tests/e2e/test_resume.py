@@ -537,6 +537,37 @@ def test_the_best_one_stays(run: Run, tmp_path: Path) -> None:
     assert checkpoints(folder) == [f"step_{best:08d}", "step_00000004"]
 
 
+DIVERGES = ["debug=tiny", "clip=0", "optimizer=sgd", "optimizer.lr=30", "schedule=constant"]
+DIVERGES += ["schedule.warmup=100", "data.val_fraction=0", "keep=1", "save_every=5", "name=lost"]
+"""Step 15 is the last finite one, and its weights are what the streak comes from."""
+
+
+def test_a_streak_of_steps_that_are_not_finite_leaves_a_way_back(run: Run, tmp_path: Path) -> None:
+    finished = run(*DIVERGES, "steps=22", outputs=tmp_path)
+    folder = the_run(tmp_path, "lost")
+    good = folder / "checkpoints/step_00000010"
+    error = one_error_line(finished, 4)
+    assert "error: not finite: the last 7 of 22 steps;" in error and f"resume={good} " in error
+    assert checkpoints(folder) == [f"step_{step:08d}" for step in (10, 15, 22)]
+    assert "skipped       7 steps, the last 7 of the run" in finished.stdout
+    left, lines = summary(folder), records(folder)
+    assert (left["status"], left["skipped_steps"], left["skipped_in_a_row"]) == ("not_finite", 7, 7)
+    assert left["final_loss"] == lines[14]["loss"] and left["first_loss"] == lines[0]["loss"]
+
+    resumed = run(
+        *DIVERGES, "steps=40", "optimizer.max_skipped=9", "resume=latest", outputs=tmp_path
+    )
+    (warning,) = (line for line in resumed.stderr.splitlines() if "step_00000022: " in line)
+    assert warning.startswith("warning: ") and "last 7 steps before it were not" in warning
+    assert f"resume={good} " in warning and f"resume={good} " in one_error_line(resumed, 4)
+    assert "step 24: loss or gradient not finite 9 times in a row" in resumed.stderr
+
+    back = run(
+        *DIVERGES, "steps=12", "optimizer.lr=0.1", f"resume={good}", folder=tmp_path / "back"
+    )
+    assert summary(ok(back).folder)["skipped_steps"] == 0
+
+
 def test_the_text_has_to_be_the_same_wherever_it_lies(run: Run, tmp_path: Path) -> None:
     """Another text of the same length under the same path is refused, the same under another path is not."""
     (tmp_path / "corpus.txt").write_text("".join(f"{i} is {i * i}\n" for i in range(200)))

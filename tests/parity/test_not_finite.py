@@ -8,6 +8,7 @@ import torch
 from optimizer_choices import HOST_OPTIMIZERS, OPTIMIZERS
 
 from memtrain.engine import build
+from memtrain.engine.generate import generate
 from memtrain.engine.loop import train
 from memtrain.errors import NotFiniteError
 
@@ -90,6 +91,11 @@ def test_schedule_and_counters_follow_real_steps(tiny, bench):
     assert rates[3] == pytest.approx(config.optimizer.lr)
     assert [record["loss_scale"] for record in records] == [65536.0] + [32768.0] * 5
     assert not math.isfinite(records[1]["loss"])
+    assert [record.get("last_loss") for record in records] == [
+        None,
+        records[0]["loss"],
+        *[None] * 4,
+    ]
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 1, 1, 1]
 
 
@@ -117,6 +123,14 @@ def test_a_last_step_that_is_skipped_is_only_counted(tiny, bench):
     poison(step, at_call=3)
     progress = trained(bench, step, config, 3)
     assert (progress.stepped, progress.skipped) == (2, 1)
+
+
+def test_there_is_no_text_in_a_model_that_is_not_finite(tiny, bench):
+    model = bench.step(tiny()).model
+    model.norm.weight.data.fill_(math.nan)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(NotFiniteError, match="logits are not finite"):
+            generate(model, [1], 1, temperature, 0, torch.Generator())
 
 
 def test_a_run_without_one_finite_step_has_failed(tiny, bench):
