@@ -41,7 +41,7 @@ from memtrain.engine.optimizers import state_bytes_per_parameter
 from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, restore
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
-from memtrain.errors import NothingToDo, UserError
+from memtrain.errors import NotFiniteError, NothingToDo, UserError
 from memtrain.memory import file_store
 from memtrain.model.loss import Terms
 from memtrain.model.transformer import Dimensions, Transformer, count_parameters, step_flops
@@ -345,12 +345,13 @@ def header(config: Config, model: Transformer, device: torch.device, windows: in
     n_parameters = count_parameters(model)
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trained = f" ({format_count(n_trained)} trained)" if n_trained < n_parameters else ""
-    tokens = config.micro_batch * config.seq_len * config.accum
+    tokens = format_count(config.micro_batch * config.seq_len * config.accum)
+    padded = " with padding" if config.data.source == "jsonl" else ""
     precision = config.precision.name
     lines = [
         f"model      {format_count(n_parameters)} parameters{trained} · {d.n_layers} layers x {d.dim} wide · "
         f"vocabulary {d.vocab_size} · on {describe_device(device)}",
-        f"step       {config.accum} x {config.micro_batch} x {config.seq_len} = {format_count(tokens)} tokens · "
+        f"step       {config.accum} x {config.micro_batch} x {config.seq_len} = {tokens} tokens{padded} · "
         f"{windows} steps an epoch · {config.optimizer.name} lr {config.optimizer.lr:g}",
         f"switches   precision={precision} accum={config.accum} "
         f"checkpoint_every={config_module.segment_blocks(config)} offload={config.offload.mode}"

@@ -35,6 +35,12 @@ class Batch:
     """Targets that count, counted on the host."""
     starts: Tensor | None = None  # (B, T) int64
     """Where in its sample the document of each token begins; None: documents are not kept apart."""
+    n_padding: int = 0
+    """Places that hold no token of the data."""
+
+    @property
+    def n_tokens(self) -> int:
+        return self.tokens.numel() - self.n_padding
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`, without waiting for it if this one is pinned."""
@@ -46,7 +52,8 @@ class Batch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         starts = None if self.starts is None else change(self.starts)
-        return Batch(change(self.tokens), change(self.targets), self.n_targets, starts)
+        tokens, targets = change(self.tokens), change(self.targets)
+        return Batch(tokens, targets, self.n_targets, starts, self.n_padding)
 
 
 Window: TypeAlias = list[Batch]

@@ -55,6 +55,7 @@ class Packed:
         tokens = np.full(shape, PADDING, dtype=np.int64)
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         starts = np.empty(shape, dtype=np.int64)
+        n_padding = 0
         for index, row in enumerate(rows):
             pieces = slice(self.first[row], self.first[row + 1])
             lengths = self.lengths[pieces]
@@ -64,9 +65,12 @@ class Packed:
             targets[index, :n] = self._targets(places)
             starts[index, :n] = np.repeat(np.cumsum(lengths) - lengths, lengths)
             starts[index, n:] = n
+            n_padding += self.seq_len - n
         n_targets = int(np.count_nonzero(targets != IGNORE_INDEX))
         kept_apart = torch.from_numpy(starts) if self.keep_apart else None
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), n_targets, kept_apart)
+        return Batch(
+            torch.from_numpy(tokens), torch.from_numpy(targets), n_targets, kept_apart, n_padding
+        )
 
     def target_entropy(self, vocab_size: int) -> float:
         """Entropy of the frequencies of what is learned, in nats."""

@@ -32,6 +32,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     tokens: int = 0
+    """Without padding, but for those that a checkpoint without a count of it brings along."""
+    padding: int = 0
     last_loss: float | None = None
     """Of the last step that was finite."""
     pending: Record | None = None
@@ -75,16 +77,17 @@ def train(
         count(progress, window, loss if stepped else None)
         if progress.skipped_in_a_row or stepped:
             judge(bool(stepped))
-        clock.add(sum(batch.tokens.numel() for batch in window))
+        clock.add(window)
         record = {"step": progress.steps, "loss": loss, "lr": learning_rate}
         record |= {"grad_norm": grad_norm, "tokens": progress.tokens}
+        record["padding_tokens"] = progress.padding
         last = progress.steps == steps
         evaluating = last or is_due(progress.steps, eval_every)
         logging = evaluating or progress.steps == 1 or is_due(progress.steps, log_every)
         if not stepped:
             record["last_loss"] = progress.last_loss
         if logging or not stepped:
-            record |= measurements(step, progress) | clock.read()
+            record |= measurements(step, progress) | clock.read(padded=progress.padding > 0)
             if not (evaluate and evaluating) or validate(record, progress, evaluate, stop):
                 observe(record)
             reset_peaks(step.device)
@@ -143,7 +146,8 @@ def count(progress: Progress, window: list[Batch], loss: float | None) -> None:
         progress.skipped_in_a_row, progress.last_loss = 0, loss
     elif any(batch.n_targets for batch in window):  # else there was nothing to learn
         progress.skipped_in_a_row += 1
-    progress.tokens += sum(batch.tokens.numel() for batch in window)
+    progress.tokens += sum(batch.n_tokens for batch in window)
+    progress.padding += sum(batch.n_padding for batch in window)
 
 
 def measurements(step: TrainStep, progress: Progress) -> Record:
@@ -157,20 +161,25 @@ def measurements(step: TrainStep, progress: Progress) -> Record:
 
 
 class Clock:
-    """Tokens per second since the last record, validation and logging left out."""
+    """Tokens per second since the last record, padding, validation and logging left out."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self._start_s, self._tokens = time.perf_counter(), 0
+        self._start_s, self._tokens, self._padding = time.perf_counter(), 0, 0
 
-    def add(self, tokens: int) -> None:
-        self._tokens += tokens
+    def add(self, window: list[Batch]) -> None:
+        self._tokens += sum(batch.n_tokens for batch in window)
+        self._padding += sum(batch.n_padding for batch in window)
 
-    def read(self) -> Record:
+    def read(self, padded: bool) -> Record:
+        """`padded`: with the share of padding in what was computed."""
         elapsed_s = time.perf_counter() - self._start_s
-        return {"tokens_per_second": self._tokens / elapsed_s, "interval_s": elapsed_s}
+        record: Record = {"tokens_per_second": self._tokens / elapsed_s, "interval_s": elapsed_s}
+        if padded:
+            record["padding_share"] = self._padding / (self._tokens + self._padding)
+        return record
 
 
 @torch.no_grad()

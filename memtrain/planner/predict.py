@@ -90,6 +90,7 @@ def make_plan(config: Config, dimensions: Dimensions, card: Card) -> dict[str, A
         "step_seconds_by_limit": speed.parts,
         "limited_by": speed.limited_by,
         "tokens_per_second": tokens / speed.step_seconds,
+        "counts_padding": config.data.source == "jsonl",
         "parameters": prediction.parameters,
         "timeline": timeline(report),
         "plan_seconds": prediction.plan_seconds,

@@ -24,6 +24,7 @@ TAGS = {
     "loss_scale": "train/loss_scale",
     "skipped_steps": "train/skipped_steps",
     "tokens": "train/tokens",
+    "padding_share": "train/padding_share",
     "tokens_per_second": "speed/tokens_per_second",
     "run_tokens_per_second": "speed/tokens_per_second_run",
     "mfu": "speed/mfu",

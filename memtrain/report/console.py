@@ -23,6 +23,7 @@ FIELDS: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:.3f}",
     "val_loss": lambda loss: f"val {loss:.3f}",
     "tokens_per_second": lambda rate: f"{format_count(rate)} tok/s",
+    "padding_share": lambda share: f"padding {share:.1%}",
     "lr": lambda lr: f"lr {lr:.1e}",
     "grad_norm": lambda norm: f"norm {norm:.2f}",
     "peak_allocated_bytes": lambda size_bytes: f"peak {gib(size_bytes):.2f} GiB",
@@ -138,7 +139,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Keys, each optional (absent or None: not measured): `peak_allocated_bytes`, `peak_reserved_bytes`,
     `host_peak_rss_bytes`, `predicted_peak_allocated_bytes`, `optimizer_bytes_per_parameter`, `optimizer_share_32_bit`
     (0..1), `first_loss`, `final_loss`, `vocab_size`, `unigram_entropy` (nats), `val_loss`, `tokens_per_second`, `mfu`
-    (0..1), `skipped_steps`, `skipped_in_a_row` (at the end), `run_dir`, `sample` (text).
+    (0..1), `tokens`, `padding_tokens`, `skipped_steps`, `skipped_in_a_row` (at the end), `run_dir`, `sample` (text).
     """
     say("")
     for label, value in summary_lines(summary):
@@ -218,7 +219,9 @@ def validation_text(summary: Mapping[str, Any]) -> str:
 
 def speed_text(summary: Mapping[str, Any]) -> str:
     rate, mfu = summary.get("tokens_per_second"), summary.get("mfu")
+    tokens, padding = summary.get("tokens"), summary.get("padding_tokens")
     parts = [f"{format_count(rate)} tok/s"] if rate else []
+    parts += [f"padding {padding / (tokens + padding):.1%}"] if tokens and padding else []
     parts += [f"MFU {mfu:.1%}"] if mfu else []
     return " · ".join(parts)
 

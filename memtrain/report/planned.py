@@ -27,6 +27,8 @@ def plan_lines(plan: Plan) -> list[str]:
     """What stands below the table: device, host, transfers, files if there are any, speed."""
     parts = plan["step_seconds_by_limit"].items()
     limits = ", ".join(f"{name} {format_seconds(s)}" for name, s in parts if s > 0)
+    rate = format_count(plan["tokens_per_second"])
+    padded = " with padding" if plan["counts_padding"] else ""
     return [
         f"device     {format_bytes(plan['peak_allocated_bytes'])} allocated · "
         f"{format_bytes(plan['peak_active_bytes'])} active · {format_bytes(plan['peak_reserved_bytes'])} reserved · "
@@ -35,7 +37,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"transfers  {format_bytes(plan['h2d_bytes_per_step'])} to the device and "
         f"{format_bytes(plan['d2h_bytes_per_step'])} from it per step",
         *nvme_lines(plan),
-        f"speed      {format_count(plan['tokens_per_second'])} tok/s · {format_seconds(plan['step_seconds'])} a step · "
+        f"speed      {rate} tok/s{padded} · {format_seconds(plan['step_seconds'])} a step · "
         f"{format_flops(plan['flops_per_step'])} a step · limited by {plan['limited_by']} ({limits})",
         f"planned    {format_count(plan['parameters'])} parameters in {format_seconds(plan['plan_seconds'])}",
     ]

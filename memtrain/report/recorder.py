@@ -85,6 +85,8 @@ class Recorder:
             "val_loss": record.get("val_loss", summary.get("val_loss")),
             "steps": record["step"],
             "skipped_steps": record["skipped_steps"],
+            "tokens": record.get("tokens"),
+            "padding_tokens": record.get("padding_tokens"),
             "host_peak_rss_bytes": record["host_peak_rss_bytes"],
         }
         for key in PEAKS:

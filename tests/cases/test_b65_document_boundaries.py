@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command import Run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from memtrain.data.documents import tokenize_documents
 from memtrain.data.packing import pack_split
@@ -72,3 +73,11 @@ def test_a_run_says_whether_documents_are_kept_apart(run: Run, tmp_path: Path, m
     assert (summary["documents"], summary["rows"]) == (19, 19)
     assert (summary["padding_share"], summary["target_share"]) == (0.375, 0.5625)
     assert summary["val_loss"] > 0
+    assert (summary["tokens"], summary["padding_tokens"]) == (2 * 2 * 10, 2 * 2 * 6)
+    records = map(json.loads, (finished.folder / "metrics.jsonl").read_text().splitlines())
+    assert [(r["tokens"], r["padding_share"]) for r in records] == [(20, 0.375), (40, 0.375)]
+    shown = [line for line in finished.stdout.splitlines() if line.startswith(("step ", "speed "))]
+    assert len(shown) == 4 and "with padding" in shown[0]
+    assert all("padding 37.5%" in line for line in shown[1:])
+    points = EventAccumulator(str(finished.folder)).Reload().Scalars("train/padding_share")
+    assert [(point.step, point.value) for point in points] == [(1, 0.375), (2, 0.375)]

@@ -9,7 +9,7 @@ import yaml
 from allpairspy import AllPairs
 
 from memtrain.data.loader import RandomTokens
-from memtrain.engine.checkpoint import Checkpoints
+from memtrain.engine.checkpoint import Checkpoints, read_state
 from memtrain.engine.loop import Progress
 from memtrain.engine.resume import capture, restore
 from memtrain.run_folder import newest
@@ -48,10 +48,21 @@ def save(step, folder: Path) -> Path:
     return found
 
 
-def put_back(step, checkpoint: Path) -> None:
-    restore(
+def put_back(step, checkpoint: Path) -> Progress:
+    return restore(
         checkpoint, step, step.model, RandomTokens(64, 16, 2, 1, 0, samples_per_epoch=8, prefetch=0)
     )
+
+
+def test_a_state_of_an_older_version_goes_on(bench, bench_step, tmp_path):
+    """Its counters are those that it knew."""
+    step = bench_step("no state at all", "none", 1)
+    checkpoint = save(step, tmp_path)
+    state = read_state(checkpoint)
+    for unknown in ("padding", "last_loss"):
+        del state["progress"][unknown]
+    torch.save(state, checkpoint / "state.pt")
+    assert put_back(step, checkpoint) == Progress(steps=2, stepped=2)
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), list(AllPairs([list(KINDS), MODES, MODES])))

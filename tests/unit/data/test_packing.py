@@ -154,6 +154,7 @@ def test_shares_are_those_of_the_batches(tmp_path: Path) -> None:
     assert packed.n_targets == batch.n_targets == 2 + 8 + 5
     assert packed.target_share == batch.n_targets / places
     assert packed.padding_share == pytest.approx(1 - 24 / places)
+    assert batch.n_tokens == batch.to(torch.device("cpu")).n_tokens == 24
     assert used(packed).max() <= 8
 
 
