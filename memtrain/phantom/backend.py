@@ -64,7 +64,7 @@ def _register_operators() -> None:
     rest.fallback(_refuse, "PrivateUse1")
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     autocast.register(library, DEVICE_TYPE)
-    operators.register(library, compute_capability)
+    operators.register(library, compute_capability, _refuse)
     _libraries.extend([rest, library])
 
 

@@ -11,7 +11,7 @@ from functools import reduce, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import _meta_registrations, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -180,6 +180,8 @@ class PhantomGPU(_Phantom):
             autocast.clear_weight_cache()
 
         stack.enter_context(_patched(torch, "clear_autocast_cache", clear_both))
+        hint = _as_on_cuda(self.device.type, _meta_registrations.device_hint)
+        stack.enter_context(_patched(_meta_registrations, "device_hint", hint))
         for types in FOREACH_TYPES:
             types.append(FakeTensor)
             stack.callback(types.remove, FakeTensor)
@@ -233,6 +235,16 @@ def _quiet_log(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _as_on_cuda(device_type: str, device_hint: Any) -> Any:
+    """Shape functions that ask for the device, of which some give other strides, answer as for CUDA."""
+
+    def hint(t: Any) -> str:
+        name: str = device_hint(t)
+        return "cuda" if name == device_type else name
+
+    return hint
 
 
 def _run_backward(meter: Meter, run: Any) -> Any:

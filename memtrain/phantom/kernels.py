@@ -197,6 +197,31 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: An
     return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
 
 
+def fused_gru_cell(
+    input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None
+) -> tuple[Any, Any]:
+    """New state and a workspace of five rows each: native/cuda/RNN.cu, `_thnn_fused_gru_cell_cuda`."""
+    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def fused_gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
+    """native/cuda/RNN.cu, `_thnn_fused_gru_cell_backward_cuda`: of both gates, the state and both biases."""
+    batch, hidden = grad.shape
+    gates = [grad.new_empty(batch, 3 * hidden) for _ in range(2)]
+    biases = [grad.new_empty(3 * hidden) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(grad), *biases
+
+
+def log_sigmoid(x: Any) -> tuple[Any, Any]:
+    """The CPU keeps a buffer, CUDA an empty one: native/cuda/Activation.cpp."""
+    return torch.empty_like(x), x.new_empty(0)
+
+
+def gradient_of_second(grad: Any, x: Any, *args: Any) -> Any:
+    """native/cuda/MultiMarginLoss.cu and MultiLabelMarginCriterion.cu, which have no shape function."""
+    return torch.empty_like(x)
+
+
 def _defaults(names: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     return {getattr(aten, n).default: f for n, f in names.items() if hasattr(aten, n)}
 
@@ -206,6 +231,11 @@ RESULTS = _defaults(
         "_fused_rms_norm": fused_rms_norm,
         "_fused_rms_norm_backward": fused_rms_norm_backward,
         "_grouped_mm": grouped_mm,
+        "_thnn_fused_gru_cell": fused_gru_cell,
+        "_thnn_fused_gru_cell_backward": fused_gru_cell_backward,
+        "log_sigmoid_forward": log_sigmoid,
+        "multi_margin_loss_backward": gradient_of_second,
+        "multilabel_margin_loss_backward": gradient_of_second,
     }
 )
 """Operators whose CUDA kernel returns other tensors than torch's shape function says."""

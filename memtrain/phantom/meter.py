@@ -206,7 +206,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Through FakeTensorMode, and from there into the table."""
         if func.namespace == "profiler":
             return func(*args, **kwargs)  # record_function: no tensors
-        if func not in RESULTS and _is_composite(func):
+        if func not in RESULTS and self._is_composite(func):
             with self:  # inference mode: what autograd would have taken apart
                 return self._composite(func, args, kwargs)
         if func not in LIFTS:
@@ -228,9 +228,19 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._account(entry, func, args, kwargs, out)
         return out
 
+    def _is_composite(self, func: Any) -> bool:
+        has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+        return (
+            torch.is_inference_mode_enabled()
+            and has_kernel(name, "CompositeImplicitAutograd")
+            and not has_kernel(name, "CPU" if self.keys_of is None else "PrivateUse1")
+        )
+
     def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.scaled_dot_product_attention.default and self.keys_of is not None:
             return operators.attention(compute_capability(self.card))(*args, **kwargs)
+        if func in operators.RECURRENT and self.keys_of is not None:
+            return operators.recurrent(func, lambda: compute_capability(self.card), *args)
         return func.decompose(*args, **kwargs)
 
     def _rare(self, entry: Entry, func: Any) -> Entry:
@@ -680,13 +690,6 @@ def _is_async(func: Any, args: Any, kwargs: Any, is_pinned: Any, out: Any) -> bo
     else:
         non_blocking, ends = kwargs.get("non_blocking", False), (args[0], out)
     return bool(non_blocking) and any(is_pinned(t) for t in ends)
-
-
-def _is_composite(func: Any) -> bool:
-    name, key = func.name(), "CompositeImplicitAutograd"
-    return torch.is_inference_mode_enabled() and bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-    )
 
 
 def compute_capability(card: Card | None) -> float:

@@ -1,23 +1,46 @@
-"""Operators that CUDA runs otherwise than other devices: attention, RMS norm, 16-bit softmax.
+"""Operators that CUDA runs otherwise than other devices: attention, norms, 16-bit softmax, recurrent layers.
 
 Without these the phantom would run their composite forms, and allocate what CUDA never does.
+`tests/unit/phantom/test_same_operators.py` lists what the dispatcher still decides otherwise, and why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from memtrain.errors import UserError
+
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 AUTOGRAD_KEY = "AutogradPrivateUse1"
 
+WHOLE = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Operators with a kernel of their own on CUDA, and a composite form for devices that have none.
 
-def register(library: Any, compute_capability: Callable[[], float]) -> None:
-    """Override them under `library` (aten, IMPL) for the phantom's autograd key."""
+Source: native_functions.yaml, entries with both CUDA (their own, or their structured delegate's)
+and CompositeImplicitAutograd.
+"""
+
+RECURRENT = {
+    getattr(getattr(aten, name), overload)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+}
+
+
+def register(
+    library: Any, compute_capability: Callable[[], float], refuse: Callable[..., Any]
+) -> None:
+    """Override them under `library` (aten, IMPL) for the phantom's autograd key.
+
+    Where the device has a kernel autograd leaves an operator whole; ours is `refuse`, by its name:
+    inside the `with` block none is reached.
+    """
 
     def attention_now(*args: Any, **kwargs: Any) -> torch.Tensor:
         return attention(compute_capability())(*args, **kwargs)
@@ -25,8 +48,11 @@ def register(library: Any, compute_capability: Callable[[], float]) -> None:
     library.impl("scaled_dot_product_attention", attention_now, AUTOGRAD_KEY)
     library.impl("softmax.int", _half_to_float(aten._softmax.default), AUTOGRAD_KEY)
     library.impl("log_softmax.int", _half_to_float(aten._log_softmax.default), AUTOGRAD_KEY)
-    if hasattr(aten, "_fused_rms_norm"):
-        library.impl("_fused_rms_norm", _fused_rms_norm, AUTOGRAD_KEY)
+    for op in RECURRENT:
+        library.impl(op.name(), partial(recurrent, op, compute_capability), AUTOGRAD_KEY)
+    for name in WHOLE:
+        if hasattr(aten, name):
+            library.impl(name, partial(refuse, f"aten.{name}"), "PrivateUse1")
 
 
 def attention(capability: float) -> Callable[..., torch.Tensor]:
@@ -183,29 +209,22 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return F.pad(mask, (0, 8 - keys % 8))[..., :keys]
 
 
-class _RMSNorm(torch.autograd.Function):
-    """`_fused_rms_norm` saves its input, its weight and one fp32 number per row, nothing else."""
+def recurrent(op: Any, compute_capability: Callable[[], float], x: Any, *args: Any) -> Any:
+    """An LSTM, GRU or RNN step by step, as CUDA runs it without cuDNN.
 
-    @staticmethod
-    def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.shape = shape
-        ctx.mark_non_differentiable(rstd)
-        ctx.set_materialize_grads(False)
-        return out, rstd
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        dx, dweight = aten._fused_rms_norm_backward(grads[0], x, ctx.shape, rstd, weight, mask)
-        return dx, None, dweight, None
-
-
-def _fused_rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-    return _RMSNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+    Raises UserError where it would run cuDNN's (native/RNN.cpp, `use_cudnn`): one operator, whose
+    reserve only the library knows (`cudnnGetRNNTempSpaceSizes`).
+    """
+    dtypes = [torch.float16, torch.float32, torch.float64]
+    if compute_capability() >= 8.0:
+        dtypes.append(torch.bfloat16)
+    if x.device.type != "cpu" and torch.backends.cudnn.enabled and x.dtype in dtypes and x.numel():
+        raise UserError(
+            f"{op.name()} runs in cuDNN, and how much memory it reserves for backward is not documented: "
+            "plan and train it inside torch.backends.cudnn.flags(enabled=False), or leave the layer out"
+        )
+    # Not `decompose`: torch has another form in Python, without CUDA's cells.
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, x, *args)
 
 
 def _half_to_float(op: Any) -> Callable[..., torch.Tensor]:
