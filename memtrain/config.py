@@ -62,6 +62,8 @@ Some = Annotated[int, Range(low=1, high=10**6)]
 """Of what is made one by one, so that a slip of the finger is refused and not waited for."""
 PositiveFloat = Annotated[float, Range(above=0, high=FP32_HIGH)]
 NonNegativeFloat = Annotated[float, Range(low=0, high=FP32_HIGH)]
+Rate = Annotated[float, Range(low=0.001, high=10**9)]
+"""Of what is divided by: a step takes no time without end."""
 Share = Annotated[float, Range(low=0, high=1)]
 Probability = Annotated[float, Range(low=0, high=0.999)]
 
@@ -261,6 +263,21 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class GpuConfig(Card):
+    """A Card whose numbers have ranges: what is divided by is never 0, and 0 TFLOPS means the card cannot."""
+
+    memory_mib: Positive
+    bandwidth_gb_s: Rate
+    fp32_tflops: Rate
+    tf32_tflops: NonNegativeFloat
+    fp16_tflops: NonNegativeFloat
+    bf16_tflops: NonNegativeFloat
+    fp8_tflops: NonNegativeFloat
+    link_gb_s: Rate
+    host_bandwidth_gb_s: Rate
+    compute_capability: Annotated[float, Range(low=1, high=99)]
+    context_mib: NonNegative
+    workspace_mib: Annotated[float, Range(low=0, high=10**6)]
+    efficiency: Annotated[float, Range(low=0.001, high=1)]
     auto: bool
     """Take the card in the machine if there is one; the values given here otherwise."""
 
@@ -563,6 +580,14 @@ def segment_blocks(config: Config) -> int:
     return config.checkpoint_every
 
 
+def _card_has_room(config: Config) -> None:
+    if config.gpu.context_mib >= config.gpu.memory_mib:
+        raise UserError(
+            f"gpu.context_mib={config.gpu.context_mib}: leaves nothing of gpu.memory_mib="
+            f"{config.gpu.memory_mib}; lower it, or choose a card of conf/gpu"
+        )
+
+
 def _heads_divide_width(config: Config) -> None:
     model = config.model
     if model.config is not None:
@@ -832,6 +857,7 @@ def _not_built_yet(config: Config) -> None:
 RULES: tuple[Callable[[Config], None], ...] = (
     _not_built_yet,
     _name_is_a_folder,
+    _card_has_room,
     _heads_divide_width,
     _sequence_fits_positions,
     _paths_are_given,

@@ -2,12 +2,21 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import get_type_hints
 
 import pytest
 from workbench import Workbench
 
-from memtrain.config import Config, last_segment, no_effect_warnings, parse, segment_blocks
+from memtrain.cards import Card
+from memtrain.config import (
+    Config,
+    GpuConfig,
+    last_segment,
+    no_effect_warnings,
+    parse,
+    segment_blocks,
+)
 from memtrain.errors import UserError
 
 Compose = Callable[..., Config]
@@ -59,12 +68,17 @@ OUT_OF_RANGE = {
     "model.dim=9223372036854775808": "model.dim=9223372036854775808: must be at least 1 and at most 1000000000",
     f"accum=1{400 * '0'}": "accum=1000",
     "precision.loss_scale=1e300": "precision.loss_scale=1e+300: must be above 0 and at most 1e+38",
+    "gpu.bandwidth_gb_s=0": "gpu.bandwidth_gb_s=0: must be at least 0.001 and at most 1000000000",
+    "gpu.context_mib=-5": "gpu.context_mib=-5: must be at least 0",
+    "gpu.efficiency=1.5": "gpu.efficiency=1.5: must be at least 0.001 and at most 1",
+    "gpu.bf16_tflops=-1": "gpu.bf16_tflops=-1: must be at least 0",
     "task=fly": "task=fly: choose one of train, ",
     "device=tpu": "device=tpu: choose one of auto, cpu, cuda",
     "model.norm=batchnorm": "model.norm=batchnorm: choose one of layernorm, rmsnorm",
 }
 COMBINATIONS = {
     "model.dim=100 model.n_heads=3": ["model.dim=100", "model.n_heads=3", "not divisible"],
+    "gpu.memory_mib=400 gpu.context_mib=400": ["gpu.context_mib=400", "gpu.memory_mib=400"],
     "model.n_heads=4 model.n_kv_heads=3": ["model.n_kv_heads=3", "model.n_heads=4"],
     "model.dim=12 model.n_heads=4 model.positions=rope": ["model.positions=rope", "12", "4", "3"],
     "seq_len=32 model.max_seq_len=16": ["seq_len=32", "model.max_seq_len=16"],
@@ -129,6 +143,12 @@ def refusal(config: Compose, *overrides: str) -> str:
 def test_a_wrong_value_is_refused_with_its_key(override: str, config: Compose) -> None:
     expected = (WRONG_TYPES | OUT_OF_RANGE)[override]
     assert refusal(config, override).lower().startswith(expected.lower())
+
+
+def test_every_number_of_a_card_has_a_range() -> None:
+    hints = get_type_hints(GpuConfig, include_extras=True)
+    assert {name for name in hints if hints[name] in (int, float)} == set()
+    assert [field.name for field in fields(GpuConfig)] == [*Card.__dataclass_fields__, "auto"]
 
 
 @pytest.mark.parametrize("overrides", COMBINATIONS)
