@@ -72,6 +72,20 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def missing_type(card: Card, precision: str, tf32: bool) -> str | None:
+    """One line on what `precision` (of conf/precision) or TF32 asks of a card that has no hardware for it."""
+    kind = precision.removesuffix("_true")
+    if kind != "fp32" and not card.peak_tflops(kind):
+        instead = "fp16" if card.fp16_tflops else "fp32"
+        return (
+            f"precision={precision}: the {card.name} has no {kind}; what emulates it is no faster "
+            f"than fp32: precision={instead} is for that card"
+        )
+    if kind == "fp32" and tf32 and not card.tf32_tflops:
+        return f"precision.tf32=true has no effect: the {card.name} has no TF32"
+    return None
+
+
 def card_names() -> list[str]:
     """The cards that have a file; `auto` is a choice, not a card."""
     return sorted(path.stem for path in CARDS_DIR.glob("*.yaml") if path.stem != "auto")

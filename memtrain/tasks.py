@@ -13,7 +13,7 @@ import yaml
 from safetensors import SafetensorError
 
 from memtrain import config as config_module
-from memtrain.cards import Card, match_card
+from memtrain.cards import Card, match_card, missing_type
 from memtrain.config import Config
 from memtrain.data.loader import Windows
 from memtrain.data.packing import Packed
@@ -82,6 +82,7 @@ def train(config: Config, place: Place) -> dict[str, Any]:
     device = select_device(config.device)
     if config.precision.tf32 and device.type == "cpu":
         console.print_warning("precision.tf32=true has no effect on the CPU")
+    warn_of_missing_type(config, card_of_run(config, place, device))
     build.prepare_torch(config)
     data = build.build_data(config, place.base, console.task_progress)
     dimensions = build.build_dimensions(config, data.vocab_size)
@@ -492,6 +493,7 @@ def plan(config: Config, place: Place) -> dict[str, Any]:
     from memtrain.report import plots  # matplotlib takes a third of a second to import
 
     card = chosen_card(config, select_device(config.device))
+    warn_of_missing_type(config, card)
     vocab_size = build.expected_vocab_size(config, place.base)
     dimensions = build.build_dimensions(config, vocab_size)
     choice_lines: list[str] = []
@@ -527,6 +529,19 @@ def chosen_card(config: Config, device: torch.device) -> Card:
         )
         known = stated
     return replace(known, name=properties.name, memory_mib=properties.total_memory // MIB)
+
+
+def card_of_run(config: Config, place: Place, device: torch.device) -> Card | None:
+    """What the run computes on; without a GPU, what it is planned for. None if not known."""
+    if device.type == "cuda":
+        return machine_card(device)
+    return None if place.planner is None else chosen_card(config, device)
+
+
+def warn_of_missing_type(config: Config, card: Card | None) -> None:
+    precision = config.precision
+    if card is not None and (line := missing_type(card, precision.name, precision.tf32)):
+        console.print_warning(line)
 
 
 def plan_run(

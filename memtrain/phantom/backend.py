@@ -121,7 +121,8 @@ class DeviceModule:
         return int(major), int(minor)
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        return True
+        """As `torch.cuda.is_bf16_supported`: every card emulates it, from 8.0 on they have it."""
+        return including_emulation or compute_capability() >= 8.0
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

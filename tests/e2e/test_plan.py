@@ -62,11 +62,19 @@ def test_a_run_plans_itself(run: Run, tmp_path, corpus: str) -> None:
 
 def test_a_run_that_will_not_fit_is_warned_and_goes_on(run: Run) -> None:
     done = run(
-        "debug=tiny", "steps=2", "plan=on", "gpu=t4", "gpu.memory_mib=101", "gpu.context_mib=100"
+        *("debug=tiny", "steps=2", "plan=on", "precision=bf16"),
+        *("gpu=t4", "gpu.memory_mib=101", "gpu.context_mib=100"),
     )
     assert done.returncode == 0, done.stderr
     assert "DOES NOT FIT T4" in done.stdout
+    assert done.stderr.count("warning: precision=bf16: the T4 has no bf16") == 1
     assert "warning: this run is predicted to end out of memory" in done.stderr
+
+
+def test_a_plan_says_what_the_card_lacks(run: Run) -> None:
+    done = run("task=plan", "debug=tiny", "gpu=v100_16gb", "precision.tf32=true")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "warning: precision.tf32=true has no effect: the V100 16GB has no TF32\n"
 
 
 def test_hf_needs_its_config_and_only_plans(run: Run) -> None:

@@ -1,4 +1,5 @@
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -6,7 +7,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from memtrain.cards import CARDS_DIR, Card, card_names, load_card, match_card
+from memtrain.cards import CARDS_DIR, Card, card_names, load_card, match_card, missing_type
 
 NAMES = card_names()
 KEYS = list(Card.__dataclass_fields__)
@@ -61,6 +62,22 @@ def test_peaks_rise_with_shorter_types_and_are_zero_where_there_is_no_hardware(n
         assert card.tf32_tflops == pytest.approx(card.fp16_tflops / 2, rel=0.03)
     if card.fp8_tflops:
         assert card.fp8_tflops == pytest.approx(2 * card.fp16_tflops, rel=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_card_lacks_is_said_in_one_line(name: str) -> None:
+    card = load_card(name)
+    old = card.compute_capability < 8.0
+    for precision in ("bf16", "bf16_true"):
+        line = missing_type(card, precision, tf32=True) or ""
+        assert line.startswith(
+            f"precision={precision}: the {card.name} has no bf16;" if old else ""
+        )
+        assert ("precision=fp16" in line, "\n" in line) == (old, False)
+    assert (missing_type(card, "fp32", tf32=True) is not None) == old
+    assert missing_type(card, "fp32", tf32=False) is missing_type(card, "fp16", tf32=True) is None
+    bare = replace(card, fp16_tflops=0.0)
+    assert "precision=fp32 is" in (missing_type(bare, "fp16", tf32=False) or "")
 
 
 def test_a_card_in_bytes() -> None:
