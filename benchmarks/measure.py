@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cpu")
 
 OmegaConf.register_new_resolver("project_root", lambda: str(ROOT), replace=True)
+OmegaConf.register_new_resolver(  # as in train.py
+    "unless", lambda given, value: value if given is None else None, replace=True
+)
 
 
 class Timing(NamedTuple):

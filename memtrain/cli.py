@@ -42,6 +42,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "project_root": lambda: str(CHECKOUT or Path.cwd()),
     "absolute": lambda path: str(resolve_path(path, Path.cwd())),
     "process_id": os.getpid,
+    "unless": lambda given, value: value if given is None else None,
     "folder_name": folder_name,  # checked before Hydra makes the folder
     "run_folder": lambda runs, *parts: resumed_folder(Path(runs), *parts),
 }

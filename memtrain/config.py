@@ -9,7 +9,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -55,7 +55,8 @@ def is_finite(value: float) -> bool:
 
 FP32_HIGH = 1e38
 """A little below the largest fp32: what is computed with these becomes infinite above it."""
-Positive = Annotated[int, Range(low=1, high=10**9)]
+MOST = 10**9
+Positive = Annotated[int, Range(low=1, high=MOST)]
 NonNegative = Annotated[int, Range(low=0, high=10**18)]  # torch and numpy count in 64 bits
 Few = Annotated[int, Range(low=1, high=10**4)]
 Some = Annotated[int, Range(low=1, high=10**6)]
@@ -325,8 +326,10 @@ class Config:
     """The folder of all runs and sweeps. Relative to where the command was typed."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)]
     device: Literal["auto", "cpu", "cuda"]
-    steps: Annotated[int, Range(low=1, high=10**9)]
-    """Optimizer steps; each consumes one window of `accum` micro-batches."""
+    epochs: Annotated[float, Range(above=0, high=10**6)] | None
+    """Passes over the training data, or a part of one, in the place of `steps`: a plan does without the data."""
+    steps: Positive | None
+    """Optimizer steps; each consumes one window of `accum` micro-batches. null: `epochs` says how many."""
     micro_batch: Some
     """Sequences per forward and backward."""
     seq_len: Positive
@@ -636,6 +639,28 @@ def _paths_are_given(config: Config) -> None:
         )
 
 
+def _length_is_said_once(config: Config) -> None:
+    if config.epochs is None:
+        if config.steps is None:
+            raise UserError("steps=null: how long? give steps or epochs a number")
+        return
+    key = f"epochs={config.epochs:g}"
+    if config.steps is not None:
+        raise UserError(f"{key}: steps={config.steps} says how long, too; set one of them to null")
+    if config.data.source == "random":
+        raise UserError(f"{key}: data=random has no end; use steps")
+
+
+def with_steps(config: Config, windows_per_epoch: int) -> Config:
+    """`epochs` become the steps that they are. Raises UserError for more of them than `steps` may be."""
+    if config.epochs is None:
+        return config
+    steps = math.ceil(round(windows_per_epoch * config.epochs, 6))  # 10 x 0.7 is a little over 7
+    if steps > MOST:
+        raise UserError(f"epochs={config.epochs:g}: {steps} steps, at most {MOST} are possible")
+    return replace(config, steps=max(1, steps), epochs=None)
+
+
 def _betas_are_two(config: Config) -> None:
     if len(config.optimizer.betas) != 2 or max(config.optimizer.betas) >= 1:
         raise UserError(
@@ -861,6 +886,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _heads_divide_width,
     _sequence_fits_positions,
     _paths_are_given,
+    _length_is_said_once,
     _betas_are_two,
     _sqrt_sets_segments,
     _random_has_no_text,
@@ -1011,14 +1037,18 @@ def no_effect_warnings(config: Config) -> list[str]:
         found.append(
             f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"
         )
-    if config.schedule.warmup >= config.steps and config.task == "train":
-        found.append(
-            f"schedule.warmup={config.schedule.warmup} never ends in steps={config.steps}: "
-            "the learning rate only rises"
-        )
+    found += warmup_warnings(config)
     if config.compile != "off":
         found += _compile_warnings(config)
     return found
+
+
+def warmup_warnings(config: Config) -> list[str]:
+    """Where `steps` are known."""
+    warmup, steps = config.schedule.warmup, config.steps
+    if steps is None or warmup < steps or config.task != "train":
+        return []
+    return [f"schedule.warmup={warmup} never ends in steps={steps}: the learning rate only rises"]
 
 
 def _unused_by_hf(model: ModelConfig, defaults: dict[str, Any]) -> list[str]:

@@ -116,6 +116,8 @@ def train_model(
 
     `chosen` is the config that checkpoints keep, `found` the run's plan.
     """
+    config, epochs = config_module.with_steps(config, loader.windows_per_epoch), config.epochs
+    assert config.steps is not None
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
     if config_module.optimizer_home(config) == "nvme":
@@ -131,6 +133,11 @@ def train_model(
     n_parameters = count_parameters(model)
     console.print_header(header(config, model, device, loader.windows_per_epoch))
     console.print_header(data_lines(data))
+    if epochs is not None:
+        windows = loader.windows_per_epoch
+        console.print_header([f"epochs     {epochs:g} x {windows} = {config.steps} steps"])
+        for warning in config_module.warmup_warnings(config):
+            console.print_warning(warning)
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
     predicted = predicted_figures(found)
     predicted_bytes = predicted.get("predicted_peak_allocated_bytes")
@@ -203,7 +210,7 @@ def resume(
     loader: Windows,
 ) -> Progress:
     """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""
-    assert config.resume
+    assert config.resume and config.steps is not None
     latest = config.resume == "latest"  # the folder is that run's, if there is one
     checkpoint = newest(place.folder) if latest else named_checkpoint(config.resume, place.base)
     if checkpoint is None:
@@ -220,8 +227,11 @@ def resume(
     except (KeyError, TypeError) as error:
         raise not_ours(checkpoint / CONFIG) from error
     if step_of(checkpoint) > config.steps:
+        epochs = chosen["epochs"]
+        asked = f"steps={config.steps}" if epochs is None else f"epochs={epochs:g}"
         raise UserError(
-            f"steps={config.steps}: {checkpoint} is at step {step_of(checkpoint)}; raise steps to go on"
+            f"{asked}: {config.steps} steps, and {checkpoint} is at step {step_of(checkpoint)}; "
+            f"raise {asked.split('=')[0]} to go on"
         )
     if place.held and step_of(checkpoint) == config.steps and is_done(place.folder):
         raise NothingToDo(
@@ -748,13 +758,14 @@ def gradients_after(config: Config, step: TrainStep, loader: Any) -> dict[str, t
     """Gradients of one window, unscaled and unclipped, after `numerics.steps` training steps."""
     windows = iter(loader)
     if config.numerics.steps:
-        short = replace(config, steps=config.numerics.steps)
-        with console.Progress(short.steps) as progress:
+        steps = config.numerics.steps
+        short = replace(config, steps=steps, epochs=None)
+        with console.Progress(steps) as progress:
             train_loop(
                 step,
                 windows,
                 build.build_schedule(short),
-                short.steps,
+                steps,
                 evaluate=None,
                 observe=progress.update,
                 log_every=config.log_every,

@@ -53,7 +53,7 @@ def composed(groups: tuple[str, ...]) -> dict[str, Any]:
 @cache
 def plain_override(word: str) -> tuple[str, Any] | None:
     """Key and value of a word that sets one key to what is written there; None for what Hydra is needed for."""
-    if "${" in word or word.partition("=")[0] in GROUPS:
+    if "${" in word or word.partition("=")[0] in (*GROUPS, "epochs"):  # steps follow from epochs
         return None
     (override,) = OverridesParser.create().parse_overrides([word])
     plain = override.type == OverrideType.CHANGE and not override.is_sweep_override()

@@ -551,6 +551,7 @@ def build_step(config: Config, model: LanguageModel, device: torch.device) -> Tr
 
 def build_schedule(config: Config) -> Schedule:
     schedule = config.schedule
+    assert config.steps is not None, "epochs are steps by now"
     return make_schedule(
         schedule.name, config.optimizer.lr, schedule.warmup, config.steps, schedule.min_ratio
     )

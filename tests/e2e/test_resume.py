@@ -497,6 +497,30 @@ def test_generate_from_a_checkpoint(run: Run, tmp_path: Path, corpus: str) -> No
     assert found[0] == found[1]
 
 
+def test_epochs_are_counted_by_the_data_and_may_become_more(run: Run, tmp_path: Path) -> None:
+    """A line is five tokens, a row sixteen: 35 rows, 9 windows of 4, of which the last is shorter."""
+    (tmp_path / "corpus.txt").write_text("word\n" * 113)
+    text = [*TINY_TEXT, "data.path=corpus.txt", "schedule=linear", "data.val_fraction=0", "accum=2"]
+    text += ["save_every=4", "generate.tokens=0"]
+    where = {"cwd": tmp_path, "outputs": tmp_path}
+    epochs = [*(word for word in text if not word.startswith("steps=")), "name=epochs"]
+    first = ok(run(*epochs, "epochs=1.5", "schedule.warmup=14", **where))
+    assert "epochs     1.5 x 9 = 14 steps" in first.stdout
+    assert "schedule.warmup=14 never ends in steps=14" in first.stderr
+    folder = the_run(tmp_path, "epochs")
+    assert len(records(folder)) == 14 and summary(folder)["steps"] == 14
+    more = ok(run(*epochs, "epochs=2", "resume=latest", **where))
+    assert "step_00000014, step 14 of 18" in more.stdout and "epochs" in more.stdout
+    ok(run(*text, "steps=18", "name=steps", **where))
+    rates = [
+        [record["lr"] for record in records(the_run(tmp_path, name), after=14)]
+        for name in ("epochs", "steps")
+    ]
+    assert rates[0] == rates[1] and rates[0][-1] == pytest.approx(1e-4)
+    less = one_error_line(run(*epochs, "epochs=1", "resume=latest", **where))
+    assert "epochs=1: " in less and "9 steps" in less and "raise epochs" in less
+
+
 # --- how many stay ------------------------------------------------------------------------------------------------
 
 

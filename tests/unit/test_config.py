@@ -16,6 +16,7 @@ from memtrain.config import (
     no_effect_warnings,
     parse,
     segment_blocks,
+    with_steps,
 )
 from memtrain.errors import UserError
 
@@ -42,6 +43,8 @@ WRONG_TYPES = {
 OUT_OF_RANGE = {
     "accum=0": "accum=0: must be at least 1",
     "steps=-1": "steps=-1: must be at least 1",
+    "epochs=0": "epochs=0: must be above 0",
+    "epochs=two": "epochs=two: must be a number",
     "seq_len=0": "seq_len=0: must be at least 1",
     "checkpoint_every=-1": "checkpoint_every=-1: must be at least 0",
     "clip=-0.5": "clip=-0.5: must be at least 0",
@@ -120,6 +123,9 @@ COMBINATIONS = {
     "name=''": ["name=''", "folder"],
     "checkpointing=sqrt checkpoint_every=2": ["checkpoint_every=2", "checkpointing=sqrt"],
     "data=random task=generate": ["task=generate", "data=random"],
+    "steps=5 epochs=2": ["epochs=2", "steps=5", "null"],
+    "debug=tiny epochs=0.5": ["epochs=0.5", "data=random", "steps"],
+    "steps=null": ["steps=null", "epochs"],
 }
 COMBINATIONS |= {
     "compile=blocks checkpointing=budget": ["compile=blocks", "checkpointing=budget"],
@@ -180,6 +186,26 @@ def test_a_parsed_config_is_parsed_again_to_the_same(config: Compose) -> None:
     parsed = config("experiment=4_bf16_accum_recompute", "clip=1")
     assert isinstance(parsed.clip, float)
     assert parse(asdict(parsed)) == parsed
+
+
+def test_epochs_take_the_place_of_steps_by_default(config: Compose) -> None:
+    assert (config().steps, config().epochs) == (300, None)
+    told = [config("epochs=2"), config("steps=null", "epochs=2"), config("task=plan", "epochs=2")]
+    told += [config("debug=tiny", "data=text", "data.path=a", "epochs=2")]
+    assert [(one.steps, one.epochs) for one in told] == [(None, 2.0)] * 4
+
+
+@pytest.mark.parametrize(
+    ("windows", "epochs", "steps"),
+    [(6, 1.5, 9), (6, 1.4, 9), (10, 0.7, 7), (10, 2.1, 21), (3, 0.01, 1)],
+)
+def test_epochs_are_that_many_steps(
+    windows: int, epochs: float, steps: int, config: Compose
+) -> None:
+    """The last window of a part of an epoch is a whole one; 10 x 0.7 is 7, though not in floats."""
+    found = with_steps(config(f"epochs={epochs}"), windows)
+    assert (found.steps, found.epochs) == (steps, None)
+    assert with_steps(found, windows) == found
 
 
 def test_limits_are_inside(config: Compose) -> None:
