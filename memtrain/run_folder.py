@@ -116,13 +116,6 @@ def went_on(checkpoint: Path, so_far: int | None) -> bool:
     return here is not None and so_far is not None and here < so_far
 
 
-def last_good(run_folder: Path, before: int, so_far: int) -> Path | None:
-    """The newest one of a step `before` that is good and, of the `so_far` finite steps of the run, made one."""
-    earlier = [path for path in complete(run_folder) if step_of(path) < before and is_good(path)]
-    went = (p for p in reversed(earlier) if stepped(p) is None or went_on(p, so_far))
-    return next(went, None)
-
-
 def resumed_folder(runs: Path, resume: str | None, name: str, fresh_name: str) -> str:
     """Where a run called `name` writes: in the folder of the run that it goes on with, else in one of its own.
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from memtrain.engine.generate import generate as generate_tokens
 from memtrain.engine.loop import Progress, mean_loss
 from memtrain.engine.loop import train as train_loop
 from memtrain.engine.optimizers import state_bytes_per_parameter
-from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, restore
+from memtrain.engine.resume import ROUNDING, capture, changes, check_changes, last_good, restore
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
 from memtrain.errors import NotFiniteError, NothingToDo, UserError
@@ -58,7 +59,6 @@ from memtrain.run_folder import (
     SUMMARY,
     WEIGHTS,
     damaged,
-    last_good,
     last_trained,
     named_checkpoint,
     newest,
@@ -191,7 +191,7 @@ def train_model(
         summary = predicted | recorder.summary
         summary |= {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
-        summary |= how_it_ended(config, place.folder, progress)
+        summary |= how_it_ended(config, place.folder, progress, summary["val_loss"])
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")
@@ -279,8 +279,10 @@ def naming_the_last_good(folder: Path, progress: Progress) -> Iterator[None]:
         raise NotFiniteError(f"{error}{back(folder, progress)}") from error
 
 
-def how_it_ended(config: Config, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Of a run whose last steps were not finite. A single one in fp16 is how the loss scale finds its height."""
+def how_it_ended(
+    config: Config, folder: Path, progress: Progress, val_loss: float | None
+) -> dict[str, Any]:
+    """Whether in steps that were not finite. A single one in fp16 is how the loss scale finds its height."""
     count = progress.skipped_in_a_row
     found: dict[str, Any] = {"skipped_in_a_row": count}
     text = (
@@ -291,6 +293,8 @@ def how_it_ended(config: Config, folder: Path, progress: Progress) -> dict[str, 
         found |= {"status": "not_finite", "error": text + back(folder, progress)}
     elif count:
         console.print_warning(text)
+    elif val_loss is not None and not isfinite(val_loss):
+        console.print_warning("the last validation loss is not finite; were there targets in it?")
     return found
 
 

@@ -1,6 +1,7 @@
 """What a run is at the end of a window, taken from its parts and put back into them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
 from memtrain.errors import UserError
 from memtrain.model.transformer import Transformer
-from memtrain.run_folder import STATE
+from memtrain.run_folder import STATE, complete, step_of
 
 FIXED = (
     "seed",
@@ -94,6 +95,18 @@ def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Windo
     except RuntimeError as error:  # not as long as this generator's
         raise not_ours(checkpoint / STATE) from error
     return Progress(**state["progress"])
+
+
+def last_good(run_folder: Path, before: int, so_far: int) -> Path | None:
+    """The newest checkpoint of a step `before` that was not saved in a streak of steps that were not finite, and from
+    whose weights a run that has made `so_far` finite steps made one."""
+    for path in reversed(complete(run_folder)):
+        with suppress(UserError):  # another content: not that one
+            then = read_state(path)["progress"]
+            good = not then.get("skipped_in_a_row") and then.get("stepped", so_far) < so_far
+            if good and step_of(path) < before:
+                return path
+    return None
 
 
 # --- what has changed in the config -------------------------------------------------------------------------------
