@@ -76,6 +76,7 @@ def train_and_save(config: Config, every: int, folder: Path) -> tuple[list[float
             config.steps,
             save=save,
             save_every=every,
+            judge=checkpoints.followed,
             evaluate=None,
             observe=lambda record: None,
             log_every=config.log_every,
