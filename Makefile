@@ -29,7 +29,7 @@ compare: setup  ## the classic strategies as one sweep, with a table at the end
 	$(BIN)/python train.py -m name=compare 'experiment=glob(*)'
 
 test: dev  ## the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist worksteal $(TEST_ARGS)
 
 test-slow: dev  ## the tests that `make test` leaves out and that need no GPU
 	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist worksteal $(TEST_ARGS)

@@ -43,7 +43,8 @@ def check_single_process(environment: Mapping[str, str], launcher: str | None) -
 
 def report_error(error: Exception) -> int:
     """In one line; the exit code comes back."""
-    if isinstance(error.__cause__, (UserError, OSError)):  # of a resolver
+    if not isinstance(error, UserError) and isinstance(error.__cause__, (UserError, OSError)):
+        # Of a resolver.
         error = error.__cause__
     text, code = " ".join(str(error).split()), EXIT_REFUSED
     if isinstance(error, Stopped):

@@ -191,7 +191,7 @@ def train_model(
         summary = predicted | recorder.summary
         summary |= {"parameters": n_parameters, "device": describe_device(device)}
         summary |= optimizer_size(config, step)
-        summary |= how_it_ended(config, place.folder, progress, summary["val_loss"])
+        summary |= how_it_ended(config, place.folder, progress, summary.get("val_loss"))
         summary |= what_was_learned(config, model, data, place)
         if "sample" in summary:
             recorder.board.text("sample", f"```\n{summary['sample']}\n```")

@@ -34,8 +34,10 @@ GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported by now is not looked through again and again
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What is imported by now is not looked through for garbage, again and again."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

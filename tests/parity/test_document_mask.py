@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from allpairspy import AllPairs
 
 from memtrain.cards import load_card
 from memtrain.data.loader import IGNORE_INDEX, Batch
@@ -148,9 +149,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "form", "precision"),
+    list(AllPairs([list(MODELS), list(FORMS), ["fp32", "bf16", "bf16_true"]])),
+)
 def test_savings_leave_gradients_bit_equal(tiny, bench, model, form, precision):
     base = (
         *MODELS[model],

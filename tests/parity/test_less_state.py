@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memtrain.engine.step import TrainStep
 
-N_STEPS, FEW_STEPS, OVERFLOW = 20, 6, 3
+N_STEPS, FEW_STEPS, OVERFLOW = 12, 5, 2
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_true")
 ELEMENTWISE = ("adamw", "sgd", "lion")
 WHOLE = ("adafactor", "muon")

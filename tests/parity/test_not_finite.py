@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from optimizer_choices import HOST_OPTIMIZERS, OPTIMIZERS
 
 from memtrain.engine import build
@@ -35,10 +36,15 @@ def state_of(step):
     return tensors
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_true"])
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize(
+    ("precision", "offload", "value"),
+    list(
+        AllPairs(
+            [["fp32", "bf16", "fp16", "bf16_true"], ["none", "optimizer"], [math.inf, math.nan]]
+        )
+    ),
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_weights_and_moments_stay(tiny, bench, precision, offload, optimizer, value):
     if offload == "optimizer" and optimizer not in HOST_OPTIMIZERS:
         pytest.skip("refused together")
