@@ -21,7 +21,7 @@ LIMIT_S = 60
 TINY = ["debug=tiny", "device=cpu", "steps=1", "plan=off"]
 
 QUICK = settings(
-    max_examples=12, deadline=None, derandomize=True, database=None,
+    max_examples=8, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 N_MANY = int(os.environ.get("FUZZ_EXAMPLES", "240"))

@@ -321,20 +321,22 @@ def test_what_is_frozen_takes_weights_alone(planned, shapes, mode):
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
-        ("precision=bf16_true",),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("precision=bf16_true",), marks=pytest.mark.slow),
         ("precision=bf16_true", "precision.master_weights=false"),
-        ("optimizer.in_backward=true",),
-        ("offload=optimizer",),
+        pytest.param(("optimizer.in_backward=true",), marks=pytest.mark.slow),
+        pytest.param(("offload=optimizer",), marks=pytest.mark.slow),
         ("offload=optimizer", "offload.gradients=true", "accum=3"),
-        ("offload=optimizer", "offload.optimizer_fraction=0.5"),
-        ("offload=params",),
+        pytest.param(
+            ("offload=optimizer", "offload.optimizer_fraction=0.5"), marks=pytest.mark.slow
+        ),
+        pytest.param(("offload=params",), marks=pytest.mark.slow),
         ("offload=params", "accum=2"),
         ("offload=all", "offload.min_tensor_bytes=0"),
-        ("offload=optimizer_nvme",),
-        ("offload=params_nvme",),
+        pytest.param(("offload=optimizer_nvme",), marks=pytest.mark.slow),
+        pytest.param(("offload=params_nvme",), marks=pytest.mark.slow),
         ("offload=all_nvme", "accum=2"),
-        ("offload=all_nvme", "precision=bf16_true"),
+        pytest.param(("offload=all_nvme", "precision=bf16_true"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

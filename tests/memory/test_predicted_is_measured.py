@@ -63,13 +63,23 @@ VARIANTS = [
 ]
 
 
+def some(overrides, quick=True):
+    """Most variants are for the slow run: 0.6 s each."""
+    return pytest.param(
+        overrides, id=" ".join(overrides), marks=[] if quick else [pytest.mark.slow]
+    )
+
+
 def build_and_step(config, dimensions) -> None:
     step, window = make_step(config, dimensions, torch.device("cpu"))
     for _ in range(N_STEPS):
         step(window())
 
 
-@pytest.mark.parametrize("overrides", SWITCHES + VARIANTS, ids=" ".join)
+@pytest.mark.parametrize(
+    "overrides",
+    [*(some(words, n % 3 == 0) for n, words in enumerate(VARIANTS)), *map(some, SWITCHES)],
+)
 def test_peak(config, overrides):
     wanted = config(*BASE, *overrides)
     dimensions = build_dimensions(wanted, 500)

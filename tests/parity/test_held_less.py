@@ -223,7 +223,14 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("overrides", KEPT, ids=" ".join)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(words, marks=[pytest.mark.slow] if number % 2 else [])
+        for number, words in enumerate(KEPT)
+    ],
+    ids=" ".join,
+)
 def test_a_block_keeps_what_arithmetic_says(config, overrides):
     """From what four more blocks add to the activations at the end of forward; within 2 %."""
     held = []

@@ -194,8 +194,14 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("form", ["plain", *FORMS])
+@pytest.mark.parametrize(
+    ("part", "form"),
+    [
+        pytest.param(part, form, marks=[] if part == "last 2" else [pytest.mark.slow])
+        for part in PARTS
+        for form in ("plain", *FORMS)
+    ],
+)
 def test_what_is_frozen_stays_and_has_nothing(trained, plain, form, part):
     """No gradient, no state, the same bits; what is trained is what the plain run makes of it."""
     base = (f"model.train_only='{part}'", "clip=0.01", *HARD[1:])

@@ -74,12 +74,13 @@ CHOICES = [
 
 
 def pairs():
-    """Two answers to one question are no pair. Files and compilers take seconds."""
-    for one, other in itertools.combinations(CHOICES, 2):
+    """Two answers to one question are no pair. A third is for the quick run; files and compilers take seconds."""
+    for number, (one, other) in enumerate(itertools.combinations(CHOICES, 2)):
         if one.keys & other.keys:
             continue
         text = f"{one.overrides} {other.overrides}"
-        marks = [pytest.mark.slow] if "_nvme" in text or "compile=" in text else []
+        takes_seconds = "_nvme" in text or "compile=" in text
+        marks = [pytest.mark.slow] if takes_seconds or number % 3 else []
         marks += [needs_bitsandbytes] if "8bit" in text else []
         yield pytest.param(one, other, marks=marks, id=text)
 
