@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_b42_resume_on_the_host import Nowhere
+from test_resume_on_the_host import Nowhere
 from torch import Tensor
 from workbench import Workbench
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_b42_resume_on_the_host import Nowhere, saved
+from test_resume_on_the_host import Nowhere, saved
 from workbench import Workbench
 
 from memtrain.config import Config
