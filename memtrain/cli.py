@@ -27,7 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import errors, stop, sweep, words
 from memtrain.cards import CHECKOUT, CONF_DIR, PROGRAM
-from memtrain.config import folder_name, groups, parse, resolve_path
+from memtrain.config import parse
+from memtrain.config.derived import resolve_path
+from memtrain.config.read import groups
+from memtrain.config.rules import folder_name
 from memtrain.errors import UserError
 from memtrain.planner.child import PlannerProcess
 from memtrain.run import Place, run_task

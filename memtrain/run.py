@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from memtrain import config as config_module
-from memtrain.config import Config
+from memtrain.config import Config, parse
+from memtrain.config.effects import no_effect_warnings
 from memtrain.errors import (
     EXIT_FAILED,
     EXIT_NOT_FINITE,
@@ -78,8 +78,8 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
     try:
         if not place.held:
             write_config(tree, place.folder)
-        config = config_module.parse(tree)
-        for warning in config_module.no_effect_warnings(config):
+        config = parse(tree)
+        for warning in no_effect_warnings(config):
             print_warning(warning)
             log.warning(warning)
         summary |= tasks[config.task](config, place)

@@ -13,9 +13,10 @@ import torch._dynamo  # torch would import it in the midst of a run
 import yaml
 from safetensors import SafetensorError
 
-from memtrain import config as config_module
 from memtrain.cards import Card, match_card, missing_type
 from memtrain.config import Config
+from memtrain.config.derived import optimizer_home, resolve_path, segment_blocks, with_steps
+from memtrain.config.effects import warmup_warnings
 from memtrain.data.loader import Windows
 from memtrain.data.packing import Packed
 from memtrain.data.store import unigram_entropy
@@ -116,11 +117,11 @@ def train_model(
 
     `chosen` is the config that checkpoints keep, `found` the run's plan.
     """
-    config, epochs = config_module.with_steps(config, loader.windows_per_epoch), config.epochs
+    config, epochs = with_steps(config, loader.windows_per_epoch), config.epochs
     assert config.steps is not None
     model = build.build_model(config, dimensions, device)
     step = build.build_step(config, model, device)
-    if config_module.optimizer_home(config) == "nvme":
+    if optimizer_home(config) == "nvme":
         check_room_for_files(config)
     progress, checkpoints = Progress(), Checkpoints(place.folder, config.keep)
     step.before_change = checkpoints.before_change
@@ -136,7 +137,7 @@ def train_model(
     if epochs is not None:
         windows = loader.windows_per_epoch
         console.print_header([f"epochs     {epochs:g} x {windows} = {config.steps} steps"])
-        for warning in config_module.warmup_warnings(config):
+        for warning in warmup_warnings(config):
             console.print_warning(warning)
     flops = (peak_flops(config, device), step_flops(dimensions, n_parameters, config.seq_len))
     predicted = predicted_figures(found)
@@ -311,7 +312,7 @@ def recorded_steps(config: Config, progress: Progress) -> int | None:
 
 def optimizer_size(config: Config, step: TrainStep) -> dict[str, float | None]:
     """Bytes of optimizer state per trained parameter, as it really is; files are not read again for it."""
-    if config_module.optimizer_home(config) == "nvme":
+    if optimizer_home(config) == "nvme":
         return {}
     states = [(p, update.state(p)) for update in step.updates for p in parameters_of(update)]
     size = state_bytes_per_parameter(states)
@@ -369,7 +370,7 @@ def header(config: Config, model: Transformer, device: torch.device, windows: in
         f"step       {config.accum} x {config.micro_batch} x {config.seq_len} = {tokens} tokens{padded} · "
         f"{windows} steps an epoch · {config.optimizer.name} lr {config.optimizer.lr:g}",
         f"switches   precision={precision} accum={config.accum} "
-        f"checkpoint_every={config_module.segment_blocks(config)} offload={config.offload.mode}"
+        f"checkpoint_every={segment_blocks(config)} offload={config.offload.mode}"
         f"{''.join(f' {text}' for text in further_switches(config))}",
     ]
     if precision in ("bf16", "fp16"):
@@ -466,7 +467,7 @@ def hyperparameters(config: Config, overrides: list[str]) -> dict[str, Any]:
     return typed | {
         "precision": config.precision.name,
         "accum": config.accum,
-        "checkpoint_every": config_module.segment_blocks(config),
+        "checkpoint_every": segment_blocks(config),
         "offload": config.offload.mode,
     }
 
@@ -502,7 +503,7 @@ PLAN_SUMMARY = (
 def plan(config: Config, place: Place) -> dict[str, Any]:
     """What the run would take on a card: the verdict first, then who holds it, the host, the speed."""
     if config.model.config:
-        path = str(config_module.resolve_path(config.model.config, place.base))
+        path = str(resolve_path(config.model.config, place.base))
         config = replace(config, model=replace(config.model, config=path))
     from memtrain.report import plots  # matplotlib takes a third of a second to import
 
@@ -617,11 +618,11 @@ def check_room_for_files(config: Config) -> None:
 @contextmanager
 def own_nvme_folder(config: Config, place: Place) -> Iterator[Config]:
     """For the _nvme modes: `offload.nvme_dir` becomes a folder of this run's own, which is gone afterwards."""
-    if config_module.optimizer_home(config) != "nvme":
+    if optimizer_home(config) != "nvme":
         yield config
         return
     assert config.offload.nvme_dir
-    nvme_dir = config_module.resolve_path(config.offload.nvme_dir, place.base)
+    nvme_dir = resolve_path(config.offload.nvme_dir, place.base)
     file_store.check_folder(nvme_dir, 0)
     for folder, size_bytes in file_store.leftovers(nvme_dir):
         console.print_warning(
@@ -715,7 +716,7 @@ def run_folder_of(folder: Path) -> Path:
 
 def finished_run(config: Config, place: Place) -> Path:
     if config.generate.run:
-        return config_module.resolve_path(config.generate.run, place.base)
+        return resolve_path(config.generate.run, place.base)
     runs = place.runs or place.folder.parent
     weights = runs.glob(f"*/{WEIGHTS}")
     with_text = (path for path in weights if (path.parent / "tokenizer.json").exists())

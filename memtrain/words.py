@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from memtrain import elsewhere
 from memtrain.cards import CHECKOUT, CONF_DIR, PROGRAM, load_yaml
-from memtrain.config import all_keys, groups, similar_keys
+from memtrain.config import elsewhere
+from memtrain.config.read import all_keys, groups, similar_keys
 from memtrain.errors import UserError
 
 ALONE = (

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from memtrain.config import OptimizerConfig
+from memtrain.config.tree import OptimizerConfig
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -16,10 +16,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from memtrain.config import (
-    Config,
-    DataConfig,
-    TokenizerConfig,
+from memtrain.config import Config
+from memtrain.config.derived import (
     blocks_with,
     named_blocks,
     offloaded_blocks,
@@ -29,6 +27,7 @@ from memtrain.config import (
     segment_blocks,
     weights_home,
 )
+from memtrain.config.tree import DataConfig, TokenizerConfig
 from memtrain.data import corpus, documents, store
 from memtrain.data.loader import Batch, Loader, RandomTokens, Windows, count_samples, eval_batches
 from memtrain.data.packing import Packed, PackedLoader, pack_split, packed_batches

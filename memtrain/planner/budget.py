@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.cards import Card
-from memtrain.config import BlockPolicy, Config, OffloadMode
+from memtrain.config import Config
+from memtrain.config.tree import BlockPolicy, OffloadMode
 from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
 from memtrain.phantom import Report

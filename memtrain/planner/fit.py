@@ -7,7 +7,10 @@ from typing import Any
 import yaml
 
 from memtrain.cards import CONF_DIR, Card
-from memtrain.config import RULES, Config, OffloadMode, Precision, segment_blocks
+from memtrain.config import Config
+from memtrain.config.derived import segment_blocks
+from memtrain.config.rules import RULES
+from memtrain.config.tree import OffloadMode, Precision
 from memtrain.errors import UserError
 from memtrain.model.transformer import Dimensions
 from memtrain.planner.predict import predict

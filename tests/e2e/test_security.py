@@ -13,7 +13,7 @@ import pytest
 import torch
 from command import ROOT, TINY_TEXT, Finished, Run
 
-from memtrain.config import folder_name
+from memtrain.config.rules import folder_name
 from memtrain.data.tokenizer import bytes_tokenizer, load_tokenizer
 from memtrain.errors import UserError
 

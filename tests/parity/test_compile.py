@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from memtrain.config import no_effect_warnings
+from memtrain.config.effects import no_effect_warnings
 from memtrain.engine.build import build_loss
 from memtrain.engine.checkpoint import load_weights, save_weights
 from memtrain.engine.loop import mean_loss

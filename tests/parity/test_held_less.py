@@ -9,7 +9,7 @@ from allpairspy import AllPairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.cards import load_card
-from memtrain.config import named_blocks
+from memtrain.config.derived import named_blocks
 from memtrain.engine.build import build_dimensions
 from memtrain.errors import UserError
 from memtrain.planner.predict import predict

@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 from optimizer_choices import needs_bitsandbytes
 from torch import Tensor
 
-from memtrain.config import CONF_DIR, PrecisionConfig, parse
+from memtrain.cards import CONF_DIR
+from memtrain.config import parse
+from memtrain.config.tree import PrecisionConfig
 from memtrain.errors import UserError
 from memtrain.planner import budget
 

@@ -9,15 +9,10 @@ import pytest
 from workbench import Workbench
 
 from memtrain.cards import Card
-from memtrain.config import (
-    Config,
-    GpuConfig,
-    last_segment,
-    no_effect_warnings,
-    parse,
-    segment_blocks,
-    with_steps,
-)
+from memtrain.config import Config, parse
+from memtrain.config.derived import last_segment, segment_blocks, with_steps
+from memtrain.config.effects import no_effect_warnings
+from memtrain.config.tree import GpuConfig
 from memtrain.errors import UserError
 
 Compose = Callable[..., Config]

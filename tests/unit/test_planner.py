@@ -11,7 +11,7 @@ import torch
 
 from memtrain import run, tasks
 from memtrain.cards import Card, load_card, match_card
-from memtrain.config import no_effect_warnings
+from memtrain.config.effects import no_effect_warnings
 from memtrain.engine.build import build_dimensions
 from memtrain.errors import EXIT_OUT_OF_MEMORY, UserError
 from memtrain.phantom import OpUse

@@ -7,8 +7,9 @@ import pytest
 from command import ROOT
 from hydra._internal.utils import get_args_parser
 
-from memtrain import elsewhere, words
-from memtrain.config import all_keys, groups
+from memtrain import words
+from memtrain.config import elsewhere
+from memtrain.config.read import all_keys, groups
 from memtrain.errors import UserError
 
 

@@ -6,7 +6,7 @@ DeepSpeed's JSON (dotted) and Axolotl's YAML. `meaning` is the only entry.
 
 from collections.abc import Mapping
 
-from memtrain.elsewhere_values import COMPUTED, Typed
+from memtrain.config.elsewhere_values import COMPUTED, Typed
 
 
 def _by_theirs(ours: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,195 @@
+"""Switches that are set but change nothing here, and others that a user should hear of."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from memtrain.cards import CONF_DIR, load_yaml
+from memtrain.config.derived import (
+    blocks_with,
+    last_segment,
+    offloaded_blocks,
+    offloads_activations,
+    optimizer_home,
+    segment_blocks,
+    weights_home,
+)
+from memtrain.config.tree import Config, ModelConfig
+
+# Key, what it is for, whether this config has that. A key set to something else than its default warns without it.
+EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
+    ("precision.tf32", "precision=fp32", lambda c: c.precision.name == "fp32"),
+    (
+        "precision.loss_scale",
+        "precision=fp16",
+        lambda c: c.precision.name == "fp16" or c.task == "numerics",
+    ),
+    ("precision.scale_growth_every", "precision=fp16", lambda c: c.precision.name == "fp16"),
+    (
+        "optimizer.implementation",
+        "optimizer=adamw or sgd",
+        lambda c: c.optimizer.name in ("adamw", "sgd"),
+    ),
+    (
+        "optimizer.momentum",
+        "optimizer=sgd or muon",
+        lambda c: c.optimizer.name in ("sgd", "muon"),
+    ),
+    (
+        "optimizer.betas",
+        "an optimizer with two of them",
+        lambda c: c.optimizer.name not in ("sgd", "adafactor"),
+    ),
+    (
+        "optimizer.eps",
+        "optimizer=adamw, adamw_8bit or muon",
+        lambda c: c.optimizer.name in ("adamw", "adamw_8bit", "paged_adamw_8bit", "muon"),
+    ),
+    ("schedule.min_ratio", "a schedule that falls", lambda c: c.schedule.name != "constant"),
+    ("model.rope_theta", "model.positions=rope", lambda c: c.model.positions == "rope"),
+    ("model.mlp_chunk_blocks", "model.mlp_chunks above 1", lambda c: c.model.mlp_chunks > 1),
+    ("model.dropout", "task=train or plan", lambda c: c.task in ("train", "plan")),
+    ("data.vocab_size", "data=random", lambda c: c.data.source == "random"),
+    ("data.shuffle", "a text", lambda c: c.data.source != "random"),
+    (
+        "tokenizer.vocab_size",
+        "tokenizer=bpe on a text",
+        lambda c: c.tokenizer.kind == "bpe" and _has_text(c),
+    ),
+    ("tokenizer.end_of_text", "tokenizer=file", lambda c: c.tokenizer.kind == "file"),
+    ("offload.min_tensor_bytes", "offloaded activations", lambda c: _offloads_activations(c)),
+    (
+        "offload.activations_fraction",
+        "offload=activations or all",
+        lambda c: offloads_activations(c),
+    ),
+    ("offload.blocks", "offload=activations or all", lambda c: offloads_activations(c)),
+    ("offload.gradients", "offload=optimizer", lambda c: _has_device_weights_alone(c)),
+    ("offload.optimizer_fraction", "offload=optimizer", lambda c: _has_device_weights_alone(c)),
+    ("offload.nvme_dir", "an _nvme mode of offload", lambda c: optimizer_home(c) == "nvme"),
+    ("offload.nvme_buffer_mib", "an _nvme mode of offload", lambda c: optimizer_home(c) == "nvme"),
+    (
+        "optimizer.in_backward_clip",
+        "optimizer.in_backward=true",
+        lambda c: c.optimizer.in_backward,
+    ),
+    ("loss.chunk_mib", "loss=chunked", lambda c: c.loss.name == "chunked"),
+    ("checkpointing.keep", "checkpointing=selective", lambda c: _selects(c)),
+    (
+        "checkpointing.matmul_fraction",
+        "checkpointing=selective that keeps matmul",
+        lambda c: _selects(c) and "matmul" in c.checkpointing.keep,
+    ),
+    (
+        "checkpointing.per_block",
+        "checkpointing=per_block",
+        lambda c: c.checkpointing.policy == "per_block",
+    ),
+    (
+        "checkpointing.budget_gib",
+        "checkpointing=budget",
+        lambda c: c.checkpointing.policy == "budget",
+    ),
+    ("checkpointing.blocks", "blocks that are recomputed", lambda c: _recomputes_named_blocks(c)),
+    ("generate.run", "task=generate", lambda c: c.task == "generate"),
+    ("numerics.steps", "task=numerics", lambda c: c.task == "numerics"),
+    ("sweep.resume", "-m", lambda c: False),
+)
+
+
+def _has_text(config: Config) -> bool:
+    return config.data.source in ("stdlib", "text", "jsonl")
+
+
+def _selects(config: Config) -> bool:
+    return config.checkpointing.policy in ("selective", "budget") or bool(
+        blocks_with(config, "selective")
+    )
+
+
+def _offloads_activations(config: Config) -> bool:
+    by_block = config.checkpointing.policy == "budget" or bool(blocks_with(config, "offload"))
+    return offloads_activations(config) or by_block
+
+
+def _has_device_weights_alone(config: Config) -> bool:
+    return optimizer_home(config) != "device" and weights_home(config) == "device"
+
+
+def _recomputes_named_blocks(config: Config) -> bool:
+    return config.checkpointing.policy == "selective" or segment_blocks(config) > 0
+
+
+def no_effect_warnings(config: Config) -> list[str]:
+    """Switches that are set but change nothing here, one line each."""
+    defaults = load_yaml(CONF_DIR / "config.yaml")
+    found = []
+    for key, needed, has in EFFECTS:
+        group, name = key.split(".")
+        if group == "model" and config.model.config is not None:
+            continue
+        value = getattr(getattr(config, group), name)
+        if value != defaults[group][name] and not has(config):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            found.append(f"{key}={shown} has no effect without {needed}")
+    if config.model.config is not None:
+        found += _unused_by_hf(config.model, defaults["model"])
+    if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
+        found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
+    if (wanted := offloaded_blocks(config)) is not None and not wanted - last_segment(config):
+        found.append(_moves_nothing(config))
+    if config.optimizer.name == "paged_adamw_8bit":
+        key = "device=cpu" if config.device == "cpu" else f"offload={config.offload.mode}"
+        if config.device == "cpu" or optimizer_home(config) != "device":
+            found.append(f"optimizer=paged_adamw_8bit pages nothing with {key}")
+    if config.offload.gradients and config.accum == 1 and _has_device_weights_alone(config):
+        found.append(
+            "offload.gradients=true changes nothing with accum=1: gradients leave in every backward then"
+        )
+    if config.checkpoint_every > config.model.n_layers:
+        found.append(
+            f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"
+        )
+    found += warmup_warnings(config)
+    if config.compile != "off":
+        found += _compile_warnings(config)
+    return found
+
+
+def warmup_warnings(config: Config) -> list[str]:
+    """Where `steps` are known."""
+    warmup, steps = config.schedule.warmup, config.steps
+    if steps is None or warmup < steps or config.task != "train":
+        return []
+    return [f"schedule.warmup={warmup} never ends in steps={steps}: the learning rate only rises"]
+
+
+def _unused_by_hf(model: ModelConfig, defaults: dict[str, Any]) -> list[str]:
+    """transformers' own config says what the model is."""
+    changed = [
+        f"model.{field.name}={getattr(model, field.name)}"
+        for field in fields(model)
+        if field.name != "config" and getattr(model, field.name) != defaults[field.name]
+    ]
+    return [f"{setting} has no effect with model=hf" for setting in changed]
+
+
+def _moves_nothing(config: Config) -> str:
+    key = f"offload={config.offload.mode}"
+    if not offloads_activations(config):
+        key = f"checkpointing.per_block=[{','.join(config.checkpointing.per_block)}]"
+    return (
+        f"{key} moves no activations: those of the last segment (block "
+        f"{min(last_segment(config))} on) never leave, and no other block is chosen"
+    )
+
+
+def _compile_warnings(config: Config) -> list[str]:
+    if config.task == "generate":
+        return [f"compile={config.compile} has no effect with task=generate"]
+    if config.task == "plan" or (config.task == "train" and config.plan == "on"):
+        bound = "an upper bound but for the gradients of one block"
+        if config.compile == "model" and config.accum > 1:
+            bound = "too low by the gradients, which exist twice with accum above 1; compile=blocks avoids it"
+        return [f"compile={config.compile} is planned as eager: {bound}"]
+    return []
