@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from measure import composed_config, print_rows, save_result
 
-from memtrain import tasks
 from memtrain.cards import Card
 from memtrain.config import Config
 from memtrain.device import (
@@ -30,6 +29,7 @@ from memtrain.device import (
 )
 from memtrain.engine.build import build_dimensions
 from memtrain.planner.child import PlannerProcess
+from memtrain.tasks.card import chosen_card
 from memtrain.units import format_bytes
 
 N_STEPS = 6
@@ -76,7 +76,7 @@ def main() -> None:
         return
     device = select_device("auto")
     configs = [composed_config([*BASE, *overrides]) for overrides in CONFIGS[: arguments.most]]
-    card = tasks.chosen_card(configs[0], device)
+    card = chosen_card(configs[0], device)
     if not arguments.phantom:
         check_pinned(device)
     planner = PlannerProcess()

@@ -33,8 +33,8 @@ from memtrain.config.read import groups
 from memtrain.config.rules import folder_name
 from memtrain.errors import UserError
 from memtrain.planner.child import PlannerProcess
-from memtrain.run import Place, run_task
 from memtrain.run_folder import resumed_folder
+from memtrain.tasks.run import Place, run_task
 
 EXPECTED = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What composing raises for what is typed and written."""
@@ -81,9 +81,9 @@ def job(config: DictConfig) -> float | None:
     plans = (tree["task"], tree["plan"]) == ("train", "on")
     planner = PlannerProcess() if plans else None  # starts while torch is imported here
     with no_collections():
-        from memtrain import tasks
+        from memtrain.tasks.registry import TASKS
     stop.raise_on_signals()
-    return tasks.run(tree, replace(place, planner=planner))
+    return run_task(tree, replace(place, planner=planner), TASKS)
 
 
 def what_is_wrong(config: DictConfig) -> str | None:

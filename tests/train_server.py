@@ -25,7 +25,7 @@ import torch._dynamo  # noqa: F401
 from command import WarmProcess
 
 import memtrain.cli
-import memtrain.tasks  # noqa: F401
+import memtrain.tasks.registry  # noqa: F401
 from memtrain import sweep
 
 hydra.core.plugins.Plugins.instance()  # looks for all there are

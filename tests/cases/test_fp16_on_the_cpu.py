@@ -8,8 +8,9 @@ import pytest
 import torch
 from workbench import Workbench
 
-from memtrain import tasks
 from memtrain.config import Config
+from memtrain.tasks.registry import TASKS
+from memtrain.tasks.run import Place, run_task
 
 
 def test_the_scaler_is_on_and_products_are_fp16(
@@ -30,7 +31,7 @@ def test_the_run_says_what_it_computes_in(
     config = tiny(
         "precision=fp16", "steps=1", "plan=off", "schedule.warmup=0", "precision.loss_scale=256"
     )
-    tasks.run(asdict(config), tasks.Place(tmp_path, tmp_path))
+    run_task(asdict(config), Place(tmp_path, tmp_path), TASKS)
     shown = " ".join(capsys.readouterr().out.split())
     assert "precision=fp16" in shown
     assert "fp16 is what is computed in: weights, gradients and moments stay fp32" in shown

@@ -11,9 +11,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from memtrain import tasks
 from memtrain.config import Config
 from memtrain.model.transformer import Transformer
+from memtrain.tasks.registry import TASKS
+from memtrain.tasks.run import Place, run_task
 
 
 @pytest.mark.parametrize("accum", [1, 2, 4, 8])
@@ -33,7 +34,7 @@ def test_a_zero_head_logs_the_logarithm_of_the_vocabulary(
 
     monkeypatch.setattr(Transformer, "initialise", with_zero_head)
     config = tiny(f"accum={accum}", "steps=2", "model.tied=false", "plan=off")
-    tasks.run(asdict(config), tasks.Place(tmp_path, tmp_path))
+    run_task(asdict(config), Place(tmp_path, tmp_path), TASKS)
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert summary["first_loss"] == pytest.approx(4.158883, abs=1e-5)
     assert math.log(64) == pytest.approx(4.158883, abs=1e-6)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from memtrain import tasks
 from memtrain.config import Config
 from memtrain.engine import build
 from memtrain.run_folder import complete
+from memtrain.tasks.registry import TASKS
+from memtrain.tasks.run import Place, run_task
 
 
 def test_the_third_of_six_steps_is_not_a_number(
@@ -30,7 +31,7 @@ def test_the_third_of_six_steps_is_not_a_number(
     config = tiny(
         "steps=6", "save_every=1", "keep=-1", "plan=off", "data.val_fraction=0", "eval_sequences=1"
     )
-    tasks.run(asdict(config), tasks.Place(tmp_path, tmp_path))
+    run_task(asdict(config), Place(tmp_path, tmp_path), TASKS)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert [loss is None for loss in losses] == [False, False, True, False, False, False]

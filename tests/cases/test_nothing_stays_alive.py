@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from memtrain import run, tasks
 from memtrain.config import Config
 from memtrain.engine import build
+from memtrain.tasks import run
+from memtrain.tasks.registry import TASKS
+from memtrain.tasks.run import Place, run_task
 
 
 def test_no_model_outlives_its_job(
@@ -35,7 +37,7 @@ def test_no_model_outlives_its_job(
     for job in range(4):
         config = tiny("steps=2", "plan=off", "schedule.warmup=0", f"seed={job}")
         try:
-            tasks.run(asdict(config), tasks.Place(tmp_path / str(job), tmp_path))
+            run_task(asdict(config), Place(tmp_path / str(job), tmp_path), TASKS)
             codes.append(0)
         except SystemExit as end:
             codes.append(end.code)

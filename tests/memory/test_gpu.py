@@ -6,11 +6,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from memtrain import tasks
 from memtrain.device import allocator_statistics, pinned_empty, reset_peaks
 from memtrain.engine.build import build_dimensions
 from memtrain.planner.child import PlannerProcess
 from memtrain.planner.predict import N_STEPS, make_step
+from memtrain.tasks.card import chosen_card
 
 pytestmark = pytest.mark.gpu
 SHAPE = (
@@ -36,7 +36,7 @@ FORMS = [
 @pytest.mark.parametrize("overrides", FORMS, ids=" ".join)
 def test_predicted_peak_is_measured(config, overrides):
     wanted, device = config(*SHAPE, *overrides), torch.device("cuda")
-    card = tasks.chosen_card(wanted, device)
+    card = chosen_card(wanted, device)
     planner = PlannerProcess()
     try:
         planner.ask("plan", tree=asdict(wanted), vocab_size=32000, card=asdict(card))

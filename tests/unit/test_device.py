@@ -25,7 +25,7 @@ from memtrain.device import (
 )
 from memtrain.errors import UserError
 from memtrain.planner.child import PlannerProcess, PlanningFailed
-from memtrain.tasks import check_host_memory
+from memtrain.tasks.predicted import check_host_memory
 
 TINY_OFFLOAD = ("offload=optimizer", "model.dim=256", "model.vocab_size=4096")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from memtrain import run, tasks
 from memtrain.cards import Card, load_card, match_card
 from memtrain.config.effects import no_effect_warnings
 from memtrain.engine.build import build_dimensions
@@ -20,6 +19,9 @@ from memtrain.planner.fit import is_valid, merged, neighbours, smaller_sizes, su
 from memtrain.planner.predict import make_plan, predict
 from memtrain.planner.speed import NVME_BANDWIDTH_GB_S, estimate_speed
 from memtrain.report import planned
+from memtrain.tasks import run
+from memtrain.tasks.predicted import explain_out_of_memory, plan_run
+from memtrain.tasks.run import Place
 from memtrain.units import GIB, MIB
 
 SHAPE = ("data=random", "data.vocab_size=2048", "model.vocab_size=2048", "model.n_layers=6",
@@ -204,12 +206,12 @@ def test_out_of_memory_ends_with_one_screen(shaped, tmp_path, capsys):
     card = {**asdict(wanted.gpu), "memory_mib": needs // 2 // MIB, "context_mib": 0}
     wanted = replace(wanted, gpu=type(wanted.gpu)(**card))
     typed = ["data=random", "micro_batch=16", "name=a b"]
-    place = tasks.Place(tmp_path, tmp_path, typed, PlannerProcess())
+    place = Place(tmp_path, tmp_path, typed, PlannerProcess())
     cpu = torch.device("cpu")
     error = torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
     try:
-        plan = tasks.plan_run(wanted, place, 2048, cpu)
-        tasks.explain_out_of_memory(wanted, place, 2048, cpu, plan, error)
+        plan = plan_run(wanted, place, 2048, cpu)
+        explain_out_of_memory(wanted, place, 2048, cpu, plan, error)
     finally:
         place.planner.close()
     screen = capsys.readouterr().out
