@@ -24,7 +24,7 @@ QUICK = settings(
     max_examples=8, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-N_MANY = int(os.environ.get("FUZZ_EXAMPLES", "240"))
+N_MANY = int(os.environ.get("FUZZ_EXAMPLES", "120"))
 """Of the slow tests together, the same every time; FUZZ_EXAMPLES=2010 takes a quarter of an hour."""
 MANY = settings(QUICK, max_examples=N_MANY // 3)
 
