@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from memtrain import errors, stop, sweep, words
+from memtrain import errors, owner, stop, sweep, words
 from memtrain.cards import CHECKOUT, CONF_DIR, PROGRAM
 from memtrain.config import parse
 from memtrain.config.derived import resolve_path
@@ -38,8 +38,9 @@ from memtrain.tasks.run import Place, run_task
 
 EXPECTED = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What composing raises for what is typed and written."""
-COMMAND = [sys.executable, *([str(CHECKOUT / "train.py")] if CHECKOUT else ["-m", "memtrain"])]
-"""Starts a job of a sweep."""
+SCRIPT = "import sys; del sys.path[0]; from memtrain.__main__ import main; sys.exit(main())"
+COMMAND = [sys.executable, *([str(CHECKOUT / "train.py")] if CHECKOUT else ["-c", SCRIPT])]
+"""Starts a job of a sweep. Not by `-m`, which imports from the folder where it was typed first."""
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "project_root": lambda: str(CHECKOUT or Path.cwd()),
@@ -72,8 +73,9 @@ def job(config: DictConfig) -> float | None:
     if settings.mode == RunMode.MULTIRUN:
         wanted, wrong = config.sweep, what_is_wrong(config)
         return sweep.run_job(COMMAND, settings, wanted.resume, wanted.metric, wrong)
-    tree = plain_tree(config)
     folder, base = Path(settings.runtime.output_dir), Path(settings.runtime.cwd)
+    owner.check_asked(folder)
+    tree = plain_tree(config)
     runs = resolve_path(tree["outputs"], base) / "runs" / folder_name(tree["name"])
     place = Place(folder, base, sweep.typed(settings.overrides.task), None, runs)
     if what_is_wrong(config):

@@ -19,6 +19,8 @@ from memtrain.run_folder import RUN_FILES, SWEEP_FILES, goes_on_in, locked, owne
 RANKS = (
     ("WORLD_SIZE", None),  # torchrun, accelerate, deepspeed
     ("OMPI_COMM_WORLD_SIZE", None),
+    ("MV2_COMM_WORLD_SIZE", None),
+    ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
     ("SLURM_NTASKS", "SLURM_PROCID"),  # without the second: the shell of an allocation
 )
 """By which variable a launcher says how many processes it starts, and by which that this is one of them."""
@@ -71,9 +73,12 @@ def ends_the_process(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def hydra_files(config: Any) -> list[str]:
-    """What Hydra itself writes in the folder of a run."""
+    """What Hydra itself writes in the folder of a run. Raises UserError where that would be another folder."""
     subfolder = config.hydra.output_subdir
-    return [f"{config.hydra.job.name}.log", *([Path(subfolder).parts[0]] if subfolder else [])]
+    parts = Path(subfolder or "-").parts
+    if not parts or ".." in parts or Path(*parts).is_absolute():
+        raise UserError(f"hydra.output_subdir={subfolder}: name a folder inside the run's")
+    return [f"{config.hydra.job.name}.log", *(parts[:1] if subfolder else [])]
 
 
 def resolve_parts(config: Any) -> None:
@@ -83,13 +88,27 @@ def resolve_parts(config: Any) -> None:
         OmegaConf.select(config, key)
 
 
+_asked = False
+
+
+def check_asked(folder: Path) -> None:
+    """Raises UserError for a run that Hydra started without asking `OwnFolder`, as --experimental-rerun does."""
+    if not _asked:
+        raise UserError(
+            f"{folder}: Hydra did not ask whose this folder is (--experimental-rerun, or other hydra.callbacks), "
+            "so what is there could be lost; type the run's overrides again"
+        )
+
+
 class OwnFolder(Callback):  # type: ignore[misc]
     """Hydra callback: a run's folder is its own, to the end of the process."""
 
     @ends_the_process
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
+        global _asked
         check_single_process(os.environ, None)
         resolve_parts(config)
+        _asked = True
         folder = Path(str(config.hydra.run.dir)).absolute()
         resume = None if config.resume is None else str(config.resume)
         self._held = ExitStack()

@@ -313,7 +313,7 @@ def locked(run_folder: Path) -> Iterator[None]:
     """This process alone writes in `run_folder`. Raises UserError if another one does."""
     path = run_folder / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; choose another folder") from error
     try:

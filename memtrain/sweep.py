@@ -75,6 +75,7 @@ def run_job(
     if is_stopped(sweep_folder):
         return stopped(worst(metric_name))
     folder = Path(settings.runtime.output_dir)
+    check_is_inside(folder, sweep_folder)
     overrides = of_the_job(typed(settings.overrides.task))
     print(f"job {settings.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     of_sweep = {"job": settings.job.num, "sweep_dir": settings.sweep.dir}
@@ -121,6 +122,15 @@ def stopped(metric: float) -> float:
     if _folder is None:
         return metric
     raise Stopped(exit_code(stop.requested), STOPPED)
+
+
+def check_is_inside(folder: Path, sweep_folder: Path) -> None:
+    """Raises UserError for a job's folder that the sweep's table would not find."""
+    of_job, of_sweep = (Path(os.path.abspath(path)) for path in (folder, sweep_folder))  # noqa: PTH100
+    if of_sweep not in of_job.parents:
+        raise UserError(
+            f"hydra.sweep.subdir: {folder} is not inside {sweep_folder}; name a folder below hydra.sweep.dir"
+        )
 
 
 def refuse_job(wrong: str, folder: Path, log: str) -> int:

@@ -148,7 +148,8 @@ def explain_keys(overrides: Sequence[str], others: Others, own: set[str]) -> Ite
         if is_ours(key, ours):
             text = elsewhere.our_value(key, value)
         else:
-            text = elsewhere.meaning(key, value, typed)
+            last = key.rpartition(".")[2]  # optimizer.learning_rate
+            text = elsewhere.meaning(key, value, typed) or elsewhere.meaning(last, value, typed)
             if text is None and not name.startswith(("+", "~")):
                 yield f"{key}: {unknown(key)}"
         if text:

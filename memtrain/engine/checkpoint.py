@@ -176,6 +176,7 @@ class Checkpoints:
 
     def save(self, contents: Contents) -> None:
         """Returns before it is written: call `before_change` before any of its tensors changes."""
+        self.followed(False)  # by no step: the windows since then had nothing to learn
         self.wait()
         tensors = {f"w/{name}": t for name, t in contents.weights.items()}
         tensors |= {f"o/{name}": t for name, t in contents.optimizer.items()}
@@ -273,7 +274,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         """All but the newest, the last `keep` good ones and the one with the least validation loss.
 
-        As long as the last good one has made no finite step, the one before it stays, too.
+        As long as the last good one has made no finite step, the one before it stays, too, and one of other weights.
         """
         if self._keep < 0:
             return
@@ -283,6 +284,9 @@ class Checkpoints:
         losses = {path: read_meta(path)["val_loss"] for path in found}
         measured = {p: loss for p, loss in losses.items() if loss is not None and isfinite(loss)}
         kept = {*found[-1:], *good[-self._keep - bool(doubted) :]}
+        if doubted:
+            last = stepped(good[-1]) or 0
+            kept.update([path for path in good if (stepped(path) or 0) < last][-1:])
         if measured:
             kept.add(min(measured, key=lambda path: measured[path]))
         for path in found:

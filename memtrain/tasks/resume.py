@@ -63,8 +63,9 @@ def resume(
             f"raise {asked.split('=')[0]} to go on"
         )
     if place.held and step_of(checkpoint) == config.steps and is_done(place.folder):
+        longer = "steps" if chosen["epochs"] is None else "epochs"
         raise NothingToDo(
-            f"nothing to do: {place.folder} is at step {config.steps} of {config.steps}; raise steps to go on"
+            f"nothing to do: {place.folder} is at step {config.steps} of {config.steps}; raise {longer} to go on"
         )
     try:
         progress = restore(checkpoint, step, model, loader)
@@ -91,7 +92,10 @@ def resume(
 
 def is_done(folder: Path) -> bool:
     """Whether the run there came to its end, with its weights and its summary."""
-    return (folder / WEIGHTS).exists() and (read_summary(folder) or {}).get("status") == "ok"
+    return (folder / WEIGHTS).exists() and (read_summary(folder) or {}).get("status") in (
+        "ok",
+        "not_finite",
+    )
 
 
 def back(run_folder: Path, progress: Progress) -> str:

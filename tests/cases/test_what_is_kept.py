@@ -90,6 +90,25 @@ def test_what_was_good_before_a_streak_outlives_it(
     assert there == wanted
 
 
+def test_windows_without_a_target_prove_nothing(tmp_path: Path) -> None:
+    """The third state is finite and bad; a window that learns nothing is saved with the same weights, then a streak."""
+    checkpoints = Checkpoints(tmp_path, 1)
+    for step, stepped, in_a_row in (
+        (1, 1, 0),
+        (2, 2, 0),
+        (3, 3, 0),
+        (4, 3, 0),
+        (5, 3, 1),
+        (6, 3, 2),
+    ):
+        if step in (2, 3, 5, 6):  # the step before had targets
+            checkpoints.followed(step < 4)
+        checkpoints.save(contents(step, stepped=stepped, skipped_in_a_row=in_a_row))
+    checkpoints.followed(False)
+    checkpoints.wait()
+    assert 2 in [step_of(path) for path in complete(tmp_path)]
+
+
 def test_one_that_was_saved_before_streaks_were_noted_is_a_good_one(tmp_path: Path) -> None:
     assert steps_left(tmp_path, 1, range(10, 11)) == [10]
     meta = tmp_path / "checkpoints/step_00000010/meta.json"

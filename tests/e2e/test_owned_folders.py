@@ -140,6 +140,30 @@ def test_the_key_that_cannot_be_resolved_is_named(run: Run, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def test_hydras_own_files_lie_inside(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").write_text("mine", encoding="utf-8")
+    for subfolder in (tmp_path / "mine", "../mine", "."):
+        refused = run(*TINY, f"hydra.output_subdir={subfolder}", folder=tmp_path / "run")
+        assert f"hydra.output_subdir={subfolder}: name a folder inside" in the_line(refused)
+    assert (tmp_path / "mine/config.yaml").read_text(encoding="utf-8") == "mine"
+    outside = run("-m", *TINY, "seed=0,1", "hydra.sweep.subdir=../mine", folder=tmp_path / "sweep")
+    assert outside.returncode == 2
+    assert f"hydra.sweep.subdir: {tmp_path}/" in outside.stderr.splitlines()[-1]
+
+
+def test_a_rerun_leaves_the_run_as_it_was(run: Run, tmp_path: Path) -> None:
+    pickled = "+hydra.callbacks.p._target_=hydra.experimental.callbacks.PickleJobInfoCallback"
+    assert run(*TINY, pickled, folder=tmp_path / "run").returncode == 0
+    before = contents(tmp_path / "run")
+    again = run("--experimental-rerun", str(tmp_path / "run/.hydra/config.pickle"))
+    assert again.returncode == 2 and "type the run's overrides again" in again.stderr
+    after = contents(tmp_path / "run")
+    assert {path for path in before if before[path] != after.get(path)} <= {
+        tmp_path / "run/train.log"
+    }
+
+
 @pytest.mark.parametrize(
     "ranks", [{"WORLD_SIZE": "2", "RANK": "1"}, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}]
 )
