@@ -299,18 +299,6 @@ def test_command_lines(place: Place, words: list[str]) -> None:
     try_command(place, words)
 
 
-@given(own_files())
-@QUICK
-def test_files_of_ones_own(place: Place, own: tuple[str, bytes]) -> None:
-    try_own_file(place, *own)
-
-
-@given(mutated(CONFIG_TEXT))
-@QUICK
-def test_the_config_file(place: Place, text: bytes) -> None:
-    try_config_file(place, text)
-
-
 @pytest.mark.slow
 @given(command_lines())
 @MANY

@@ -9,9 +9,10 @@ from command import Start, processes_with
 from test_sweep_overrides import rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
 def test_one_signal_ends_jobs_side_by_side(
     number: signal.Signals, code: int, start: Start, tmp_path: Path

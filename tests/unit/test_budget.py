@@ -54,6 +54,7 @@ def test_the_choice_fits_and_is_as_fast_as_the_best_uniform_one(case):
         assert plan["peak_reserved_bytes"] == choice.peak_bytes
 
 
+@pytest.mark.slow
 def test_what_the_card_has_is_the_default(case):
     wanted, dimensions, card = case
     assert choose(wanted, dimensions, card).per_block == ("keep",) * 6
