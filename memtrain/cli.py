@@ -78,7 +78,9 @@ def job(config: DictConfig) -> float | None:
     tree = plain_tree(config)
     runs = resolve_path(tree["outputs"], base) / "runs" / folder_name(tree["name"])
     place = Place(folder, base, sweep.typed(settings.overrides.task), None, runs)
-    if what_is_wrong(config):
+    try:
+        parse(tree)
+    except UserError:
         return run_task(tree, place, {})  # which says so, and needs no torch for that
     plans = (tree["task"], tree["plan"]) == ("train", "on")
     planner = PlannerProcess() if plans else None  # starts while torch is imported here
@@ -119,7 +121,7 @@ def plain_tree(config: DictConfig) -> dict[str, Any]:
 
 
 def refuse(error: Exception) -> int:
-    print(f"error: {' '.join(one_line(error).split())}", file=sys.stderr)
+    errors.print_error(" ".join(one_line(error).split()))
     return errors.EXIT_REFUSED
 
 

@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError
+from memtrain.errors import EXIT_FAILED, EXIT_REFUSED, Stopped, UserError, print_error
 from memtrain.run_folder import RUN_FILES, SWEEP_FILES, goes_on_in, locked, owned
 
 RANKS = (
@@ -55,7 +55,7 @@ def report_error(error: Exception) -> int:
         text, code = f"{error.filename or 'a file'}: {error.strerror}", EXIT_FAILED
     elif not isinstance(error, (UserError, OmegaConfBaseException)):
         text, code = f"{type(error).__name__}: {text}", EXIT_FAILED
-    print(f"error: {text}", file=sys.stderr)
+    print_error(text)
     return code
 
 

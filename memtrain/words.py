@@ -97,8 +97,7 @@ def help_text(words: Sequence[str], typed_in: Path) -> str | None:
         return None
     template: str = load_yaml(CONF_DIR / "config.yaml")["hydra"]["help"]["template"]
     folders = (CONF_DIR, typed_in / "conf")
-    names = {path.name for folder in folders for path in folder.glob("*") if path.is_dir()}
-    names.discard("hydra")
+    names = {name for folder in folders for name in groups(folder)}
     lines = []
     for name in sorted(names):
         choices = {path.stem for folder in folders for path in (folder / name).glob("*.yaml")}
@@ -189,5 +188,4 @@ def own_groups(flags: Sequence[str], typed_in: Path) -> set[str]:
         name, equals, value = flag.partition("=")
         if whole_flag(name) in ("--config-dir", "-cd"):
             folders.append(value if equals else (*flags, "")[place + 1])
-    found = [path for name in ("conf", *folders) for path in (typed_in / name).glob("*")]
-    return {path.name for path in found if path.is_dir()}
+    return {found for name in ("conf", *folders) for found in groups(typed_in / name)}

@@ -5,6 +5,7 @@ import math
 import types
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from memtrain.cards import CONF_DIR
@@ -15,16 +16,14 @@ from memtrain.errors import UserError
 
 def similar_keys(wrong: str) -> list[str]:
     """Full names of the keys, or the group, that `wrong` may mean."""
-    keys = [*all_keys(), *groups()]
+    keys = [*all_keys(), *sorted(groups())]
     same_name = [key for key in keys if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
     return same_name or difflib.get_close_matches(wrong, keys, n=1, cutoff=0.7)
 
 
-def groups() -> list[str]:
-    """What `group=choice` may begin with."""
-    return sorted(
-        path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != "hydra"
-    )
+def groups(folder: Path = CONF_DIR) -> set[str]:
+    """What `group=choice` may begin with, by a folder of configs; `hydra/` there holds choices of Hydra's own."""
+    return {path.name for path in folder.glob("*") if path.is_dir()} - {"hydra"}
 
 
 def all_keys(cls: type[Any] | None = None, path: str = "") -> Iterator[str]:

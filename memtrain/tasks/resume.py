@@ -55,17 +55,16 @@ def resume(
         check_changes(found, old, chosen)
     except (KeyError, TypeError) as error:
         raise not_ours(checkpoint / CONFIG) from error
+    epochs = chosen["epochs"]
+    length, asked = ("steps", config.steps) if epochs is None else ("epochs", f"{epochs:g}")
     if step_of(checkpoint) > config.steps:
-        epochs = chosen["epochs"]
-        asked = f"steps={config.steps}" if epochs is None else f"epochs={epochs:g}"
         raise UserError(
-            f"{asked}: {config.steps} steps, and {checkpoint} is at step {step_of(checkpoint)}; "
-            f"raise {asked.split('=')[0]} to go on"
+            f"{length}={asked}: {config.steps} steps, and {checkpoint} is at step {step_of(checkpoint)}; "
+            f"raise {length} to go on"
         )
     if place.held and step_of(checkpoint) == config.steps and is_done(place.folder):
-        longer = "steps" if chosen["epochs"] is None else "epochs"
         raise NothingToDo(
-            f"nothing to do: {place.folder} is at step {config.steps} of {config.steps}; raise {longer} to go on"
+            f"nothing to do: {place.folder} is at step {config.steps} of {config.steps}; raise {length} to go on"
         )
     try:
         progress = restore(checkpoint, step, model, loader)

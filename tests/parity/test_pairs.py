@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import compose_tree
 from optimizer_choices import needs_bitsandbytes
 from torch import Tensor
 
-from memtrain.cards import CONF_DIR
 from memtrain.config import parse
 from memtrain.config.tree import PrecisionConfig
 from memtrain.errors import UserError
@@ -89,12 +87,9 @@ def pairs():
 
 @cache
 def tree_of(overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        composed = compose(
-            "config", ["debug=tiny", "device=cpu", "offload.min_tensor_bytes=0", *overrides.split()]
-        )
-    tree: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    return tree
+    return compose_tree(
+        "debug=tiny", "device=cpu", "offload.min_tensor_bytes=0", *overrides.split()
+    )
 
 
 def combined(*choices: Choice) -> dict[str, Any]:
