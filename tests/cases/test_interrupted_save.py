@@ -12,8 +12,8 @@ from memtrain.run_folder import complete, damaged, newest, step_of
 
 DIES = """
 import os, runpy, sys
-from memtrain.engine import checkpoint
-write, calls = checkpoint.write_synced, []
+from memtrain.engine import snapshot
+write, calls = snapshot.write_synced, []
 def half(path, *parts):
     calls.extend([path] if path.name == "model.safetensors" else [])
     if len(calls) < 3:
@@ -21,7 +21,7 @@ def half(path, *parts):
     data = b"".join(bytes(piece) for part in parts for piece in part)
     path.write_bytes(data[: len(data) // 2])
     os._exit(9)
-checkpoint.write_synced = half
+snapshot.write_synced = half
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
