@@ -81,7 +81,7 @@ def chunked_loss(
     with torch.autocast(hidden.device.type, enabled=False):
         rows = hidden.flatten(0, 1)  # (N, C)
         loss: Tensor = _ChunkedCrossEntropy.apply(
-            rows, head, targets.flatten(), factor, terms, chunk_bytes, dtype
+            rows, head, targets.flatten(), factor, terms, _Chunks(chunk_bytes, dtype)
         )  # type: ignore[no-untyped-call]
     return loss
 
@@ -94,6 +94,13 @@ def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: in
     return -(-n_rows // n_chunks)  # chunks of equal size
 
 
+@dataclass(frozen=True)
+class _Chunks:
+    most_bytes: int
+    dtype: torch.dtype
+    """What rows and weight are multiplied in."""
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -103,9 +110,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         factor: Tensor,
         terms: Terms,
-        chunk_bytes: int,
-        dtype: torch.dtype,
+        chunks: _Chunks,
     ) -> Tensor:
+        dtype = chunks.dtype
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         weight = head.to(dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -115,7 +122,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if wants_head and not by_vocabulary:
             head_grad = torch.zeros_like(head, dtype=torch.float32)
         log_z = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        step = chunk_rows(len(hidden), len(head), dtype, chunk_bytes)
+        step = chunk_rows(len(hidden), len(head), dtype, chunks.most_bytes)
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)
             rows = hidden[part].to(dtype)
@@ -153,7 +160,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for gradient in (hidden_grad, head_grad):
             if gradient is not None:
                 gradient.mul_(grad)
-        return hidden_grad, head_grad, None, None, None, None, None
+        return hidden_grad, head_grad, None, None, None, None
 
 
 def _head_gradient(

@@ -39,14 +39,7 @@ def resume(
     loader: Windows,
 ) -> Progress:
     """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""
-    assert config.resume and config.steps is not None
-    latest = config.resume == "latest"  # the folder is that run's, if there is one
-    checkpoint = newest(place.folder) if latest else named_checkpoint(config.resume, place.base)
-    if checkpoint is None:
-        where = unsaved_run(place.folder) if latest else config.resume
-        raise UserError(
-            f"resume={config.resume}: no whole checkpoint in {where}; start without it, or name another run"
-        )
+    checkpoint = wanted_checkpoint(config, place)
     for path in damaged(checkpoint.parent.parent):
         console.print_warning(f"{path}: not whole; left alone")
     old = read_config(checkpoint)
@@ -55,7 +48,39 @@ def resume(
         check_changes(found, old, chosen)
     except (KeyError, TypeError) as error:
         raise not_ours(checkpoint / CONFIG) from error
-    epochs = chosen["epochs"]
+    check_steps_are_left(config, chosen["epochs"], place, checkpoint)
+    try:
+        progress = restore(checkpoint, step, model, loader)
+    except (KeyError, TypeError, SafetensorError) as error:
+        raise not_ours(checkpoint) from error
+    if progress.steps != step_of(checkpoint):
+        raise not_ours(checkpoint)
+    console.print_header([f"resumed    {checkpoint}, step {progress.steps} of {config.steps}"])
+    say_what_is_different(checkpoint, progress, found)
+    if place.held:
+        place.held.release()
+    write_config(chosen, place.folder)
+    (place.folder / SUMMARY).unlink(missing_ok=True)  # of the run as it was
+    return progress
+
+
+def wanted_checkpoint(config: Config, place: Place) -> Path:
+    assert config.resume
+    latest = config.resume == "latest"  # the folder is that run's, if there is one
+    checkpoint = newest(place.folder) if latest else named_checkpoint(config.resume, place.base)
+    if checkpoint is None:
+        where = unsaved_run(place.folder) if latest else config.resume
+        raise UserError(
+            f"resume={config.resume}: no whole checkpoint in {where}; start without it, or name another run"
+        )
+    return checkpoint
+
+
+def check_steps_are_left(
+    config: Config, epochs: float | None, place: Place, checkpoint: Path
+) -> None:
+    """Raises UserError for a checkpoint beyond the last step, NothingToDo for a run that is done."""
+    assert config.steps is not None
     length, asked = ("steps", config.steps) if epochs is None else ("epochs", f"{epochs:g}")
     if step_of(checkpoint) > config.steps:
         raise UserError(
@@ -66,13 +91,11 @@ def resume(
         raise NothingToDo(
             f"nothing to do: {place.folder} is at step {config.steps} of {config.steps}; raise {length} to go on"
         )
-    try:
-        progress = restore(checkpoint, step, model, loader)
-    except (KeyError, TypeError, SafetensorError) as error:
-        raise not_ours(checkpoint) from error
-    if progress.steps != step_of(checkpoint):
-        raise not_ours(checkpoint)
-    console.print_header([f"resumed    {checkpoint}, step {progress.steps} of {config.steps}"])
+
+
+def say_what_is_different(
+    checkpoint: Path, progress: Progress, found: list[tuple[str, Any, Any]]
+) -> None:
     if progress.skipped_in_a_row:
         console.print_warning(
             f"{checkpoint}: the last {progress.skipped_in_a_row} steps before it were not finite"
@@ -82,11 +105,6 @@ def resume(
         console.print_table(tables.changes_table(found))
     if any(key in ROUNDING for key, _, _ in found):
         console.print_warning("the same window in other micro-batches is rounded differently")
-    if place.held:
-        place.held.release()
-    write_config(chosen, place.folder)
-    (place.folder / SUMMARY).unlink(missing_ok=True)  # of the run as it was
-    return progress
 
 
 def is_done(folder: Path) -> bool:

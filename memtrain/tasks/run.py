@@ -78,12 +78,11 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
     try:
         if not place.held:
             write_config(tree, place.folder)
-        config = parse(tree)
-        for warning in no_effect_warnings(config):
-            print_warning(warning)
-            log.warning(warning)
+        config = checked(tree)
         summary |= tasks[config.task](config, place)
         summary["metric"] = summary.get(config.sweep.metric)
+        if summary["status"] == "not_finite":
+            raise NotFiniteError(summary["error"])
     except NothingToDo as done:
         print(done, flush=True)
         summary = read_summary(place.folder) or summary
@@ -97,11 +96,6 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
         if status == "failed":
             traceback.print_exc()
         sys.exit(code)
-    else:
-        if summary["status"] == "not_finite":
-            log.error(summary["error"])
-            print_error(summary["error"])
-            sys.exit(EXIT_NOT_FINITE)
     finally:
         if not place.held or place.held.released:
             leave_summary(place.folder, summary)  # else the run is as it was
@@ -109,6 +103,15 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
             place.planner.close()
     metric: float | None = summary.get("metric")
     return metric
+
+
+def checked(tree: dict[str, Any]) -> Config:
+    """The config, of which is told what has no effect. Raises UserError."""
+    config = parse(tree)
+    for warning in no_effect_warnings(config):
+        print_warning(warning)
+        log.warning(warning)
+    return config
 
 
 def leave_summary(folder: Path, summary: dict[str, Any]) -> None:
