@@ -84,7 +84,7 @@ def attend(connection: socket.socket) -> bool:
 
 
 def main(address: str) -> None:
-    sweep.subprocess = Forks(address)  # type: ignore[attr-defined]
+    sweep.processes.subprocess = Forks(address)  # type: ignore[attr-defined]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(16)
