@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 from rich.table import Table
 
 from memtrain.config import Config, parse
+from memtrain.data.prepare import Data
 from memtrain.engine import build
-from memtrain.engine.loop import train
+from memtrain.engine.loop import Callbacks, Pace, train
 from memtrain.report.console import print_table
 from memtrain.report.recorder import Recorder
 
@@ -47,7 +48,7 @@ def composed_config(overrides: Sequence[str]) -> Config:
     return parse(tree)  # type: ignore[arg-type]
 
 
-def time_memtrain(config: Config, data: build.Data) -> Timing:
+def time_memtrain(config: Config, data: Data) -> Timing:
     """The whole loop: loader, schedule, clipping, records. The model is the same one every time."""
     build.prepare_torch(config)
     model = build.build_model(config, build.build_dimensions(config, data.vocab_size), DEVICE)
@@ -58,17 +59,7 @@ def time_memtrain(config: Config, data: build.Data) -> Timing:
         Recorder(Path(folder), lambda record: None, peak_flops=0.0, token_flops=0) as recorder,
     ):
         start_s = time.perf_counter()
-        train(
-            step,
-            loader,
-            schedule,
-            config.steps,
-            evaluate=None,
-            observe=recorder,
-            log_every=config.log_every,
-            eval_every=0,
-            max_skipped=config.optimizer.max_skipped,
-        )
+        train(step, loader, schedule, Pace(config.steps, config.log_every), Callbacks(recorder))
         seconds_s = time.perf_counter() - start_s
     loader.close()
     return Timing(seconds_s, recorder.summary["final_loss"])

@@ -30,6 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from memtrain.config import Config
 from memtrain.data.loader import Batch
+from memtrain.data.prepare import Data
 from memtrain.engine import build
 from memtrain.engine.optimizers import decay_groups
 from memtrain.report.console import task_progress
@@ -38,7 +39,7 @@ GOAL = 1.03
 """Our seconds over the bare loop's, at most."""
 
 
-def time_bare(config: Config, data: build.Data, windows: Sequence[Sequence[Batch]]) -> Timing:
+def time_bare(config: Config, data: Data, windows: Sequence[Sequence[Batch]]) -> Timing:
     """What one would write by hand for `precision=fp32 accum=1`."""
     build.prepare_torch(config)
     model = build.build_model(config, build.build_dimensions(config, data.vocab_size), DEVICE)

@@ -22,10 +22,10 @@ from measure import DEVICE, composed_config, print_rows, save_result, spread
 from torch import Tensor
 
 from memtrain.config import Config
-from memtrain.data.loader import RandomTokens
+from memtrain.data.loader import Batching, RandomTokens
 from memtrain.engine import build
 from memtrain.engine.checkpoint import Checkpoints, Contents
-from memtrain.engine.loop import Progress, train
+from memtrain.engine.loop import Callbacks, Pace, Progress, train
 from memtrain.engine.resume import capture
 
 GOAL = 0.1
@@ -55,8 +55,8 @@ def train_and_save(config: Config, every: int, folder: Path) -> tuple[list[float
     dimensions = build.build_dimensions(config, config.model.vocab_size)
     model = build.build_model(config, dimensions, DEVICE)
     step = build.build_step(config, model, DEVICE)
-    sizes = (config.seq_len, config.micro_batch, config.accum)
-    loader = RandomTokens(config.model.vocab_size, *sizes, seed=0, samples_per_epoch=1000)
+    batching = Batching(config.micro_batch, config.accum, seed=0)
+    loader = RandomTokens(config.model.vocab_size, config.seq_len, 1000, batching)
     checkpoints, watch, found = Checkpoints(folder, keep=1), Stopwatch(), {}
     step.before_change = lambda: watch(checkpoints.before_change, begins=False)
 
@@ -73,15 +73,8 @@ def train_and_save(config: Config, every: int, folder: Path) -> tuple[list[float
             step,
             loader,
             build.build_schedule(config),
-            config.steps,
-            save=save,
-            save_every=every,
-            judge=checkpoints.followed,
-            evaluate=None,
-            observe=lambda record: None,
-            log_every=config.log_every,
-            eval_every=0,
-            max_skipped=config.optimizer.max_skipped,
+            Pace(config.steps, config.log_every, save_every=every),
+            Callbacks(lambda record: None, save=save, judge=checkpoints.followed),
         )
         seconds_s = time.perf_counter() - start_s
     loader.close()

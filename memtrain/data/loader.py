@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -56,6 +56,20 @@ class Batch:
         return Batch(tokens, targets, self.n_targets, starts, self.n_padding)
 
 
+@dataclass(frozen=True)
+class Batching:
+    """How samples become windows."""
+
+    micro_batch: int
+    accum: int
+    seed: int
+    shuffle: bool = True
+    pin: bool = False
+    """Batches come in page-locked memory."""
+    prefetch: int = 2
+    """Windows read ahead by a thread; 0 reads in line."""
+
+
 Window: TypeAlias = list[Batch]
 Position: TypeAlias = tuple[int, int]
 """(epoch, samples of it that are done)"""
@@ -67,32 +81,16 @@ class Windows(ABC):
     One iterator at a time: a new one goes on where the last one stopped.
     """
 
-    def __init__(
-        self,
-        n_samples: int,
-        micro_batch: int,
-        accum: int,
-        seed: int,
-        pin: bool,
-        prefetch: int,
-        content: str = "",
-    ) -> None:
+    def __init__(self, n_samples: int, batching: Batching, content: str = "") -> None:
         """`content`: a hash of the data, so that a position in it is not taken for one in other data."""
-        assert min(n_samples, micro_batch, accum) >= 1
-        assert prefetch >= 0
+        assert min(n_samples, batching.micro_batch, batching.accum) >= 1
+        assert batching.prefetch >= 0
         self.n_samples = n_samples
-        self._micro_batch = micro_batch
-        self._window = micro_batch * accum
-        self._seed = seed
-        self._pin = pin
-        self._prefetch = prefetch
+        self._batching = batching
+        self._window = batching.micro_batch * batching.accum
         self._content = content
         self._position: Position = (0, 0)
         self._iterator: weakref.ref[Generator[Window, None, None]] | None = None
-
-    @abstractmethod
-    def _order(self, epoch: int) -> Ids:
-        """(n_samples,): the samples in the order of this epoch."""
 
     @abstractmethod
     def _read(self, epoch: int, samples: Ids) -> Batch:
@@ -138,7 +136,9 @@ class Windows(ABC):
 
     def _iterate(self) -> Generator[Window, None, None]:
         windows = self._windows(*self._position)
-        with closing(_ahead(windows, self._prefetch) if self._prefetch else windows) as source:
+        with closing(
+            _ahead(windows, self._batching.prefetch) if self._batching.prefetch else windows
+        ) as source:
             for window, position in source:
                 self._position = position
                 yield window
@@ -151,13 +151,25 @@ class Windows(ABC):
                 samples = order[sample : sample + self._window]
                 sample += len(samples)
                 after = (epoch, sample) if sample < self.n_samples else (epoch + 1, 0)
-                parts = range(0, len(samples), self._micro_batch)
-                yield [self._batch(epoch, samples[i : i + self._micro_batch]) for i in parts], after
+                parts = range(0, len(samples), self._batching.micro_batch)
+                yield (
+                    [
+                        self._batch(epoch, samples[i : i + self._batching.micro_batch])
+                        for i in parts
+                    ],
+                    after,
+                )
             epoch, sample = epoch + 1, 0
+
+    def _order(self, epoch: int) -> Ids:
+        """(n_samples,): the samples in the order of an epoch, which depends on (seed, epoch) alone."""
+        if not self._batching.shuffle:
+            return np.arange(self.n_samples)
+        return np.random.default_rng([self._batching.seed, epoch]).permutation(self.n_samples)
 
     def _batch(self, epoch: int, samples: Ids) -> Batch:
         batch = self._read(epoch, samples)
-        return batch.pin() if self._pin else batch
+        return batch.pin() if self._batching.pin else batch
 
 
 class Loader(Windows):
@@ -170,23 +182,13 @@ class Loader(Windows):
         self,
         tokens: npt.NDArray[np.integer[Any]],
         seq_len: int,
-        micro_batch: int,
-        accum: int,
-        seed: int,
-        shuffle: bool = True,
-        pin: bool = False,
-        prefetch: int = 2,
+        batching: Batching,
         name: str = "the training text",
         content: str = "",
     ) -> None:
-        n_samples = count_samples(tokens, seq_len, name)
-        super().__init__(n_samples, micro_batch, accum, seed, pin, prefetch, content)
+        super().__init__(count_samples(tokens, seq_len, name), batching, content)
         self._tokens = tokens
         self._seq_len = seq_len
-        self._shuffle = shuffle
-
-    def _order(self, epoch: int) -> Ids:
-        return in_order(self.n_samples, self._shuffle, self._seed, epoch)
 
     def _read(self, epoch: int, samples: Ids) -> Batch:
         return _to_batch(_gather(self._tokens, self._seq_len, samples))
@@ -196,34 +198,16 @@ class RandomTokens(Windows):
     """Windows of uniform ids that depend on (seed, epoch, sample) alone: no text needed."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        seq_len: int,
-        micro_batch: int,
-        accum: int,
-        seed: int,
-        samples_per_epoch: int,
-        pin: bool = False,
-        prefetch: int = 2,
+        self, vocab_size: int, seq_len: int, samples_per_epoch: int, batching: Batching
     ) -> None:
-        super().__init__(samples_per_epoch, micro_batch, accum, seed, pin, prefetch)
+        super().__init__(samples_per_epoch, replace(batching, shuffle=False))
         self._vocab_size = vocab_size
         self._seq_len = seq_len
 
-    def _order(self, epoch: int) -> Ids:
-        return np.arange(self.n_samples)
-
     def _read(self, epoch: int, samples: Ids) -> Batch:
-        rows = (np.random.default_rng([self._seed, epoch, sample]) for sample in samples)
+        rows = (np.random.default_rng([self._batching.seed, epoch, sample]) for sample in samples)
         ids = [rng.integers(self._vocab_size, size=self._seq_len + 1) for rng in rows]
         return _to_batch(np.stack(ids))
-
-
-def in_order(n_samples: int, shuffle: bool, seed: int, epoch: int) -> Ids:
-    """(n_samples,): the samples in the order of an epoch, which depends on (seed, epoch) alone."""
-    if not shuffle:
-        return np.arange(n_samples)
-    return np.random.default_rng([seed, epoch]).permutation(n_samples)
 
 
 def eval_batches(

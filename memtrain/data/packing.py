@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from memtrain.data.corpus import spread
-from memtrain.data.loader import IGNORE_INDEX, Batch, Ids, Windows, in_order
+from memtrain.data.loader import IGNORE_INDEX, Batch, Batching, Ids, Windows
 from memtrain.data.store import CHUNK_TOKENS, LAST, LEARNED, TokenFile, Tokens, chunks, entropy
 
 PADDING = 0
@@ -178,23 +178,9 @@ def packed_batches(packed: Packed, micro_batch: int, max_rows: int) -> Iterator[
 class PackedLoader(Windows):
     """Windows of packed rows."""
 
-    def __init__(
-        self,
-        packed: Packed,
-        micro_batch: int,
-        accum: int,
-        seed: int,
-        shuffle: bool = True,
-        pin: bool = False,
-        prefetch: int = 2,
-        content: str = "",
-    ) -> None:
-        super().__init__(packed.n_rows, micro_batch, accum, seed, pin, prefetch, content)
+    def __init__(self, packed: Packed, batching: Batching, content: str = "") -> None:
+        super().__init__(packed.n_rows, batching, content)
         self._packed = packed
-        self._shuffle = shuffle
-
-    def _order(self, epoch: int) -> Ids:
-        return in_order(self.n_samples, self._shuffle, self._seed, epoch)
 
     def _read(self, epoch: int, samples: Ids) -> Batch:
         return self._packed.batch(samples)

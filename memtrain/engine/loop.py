@@ -40,85 +40,111 @@ class Progress:
     """The record of the last window, if a signal cut off its validation: that is made before the next window."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How long a run is, and how often things happen. In steps; 0: only at the end, or never."""
+
+    steps: int
+    log_every: int
+    eval_every: int = 0
+    save_every: int = 0
+    max_skipped: int = 30
+    """Steps in a row that are not finite before the run stops."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Whom the loop calls."""
+
+    observe: Callable[[Record], None]
+    """At log steps, and for every step that was skipped."""
+    evaluate: Callable[[], float] | None = None
+    """The validation loss."""
+    save: Callable[[Progress, float | None], None] | None = None
+    """With the validation loss, if it was just measured; after `save_every` steps, at the end and when stopping."""
+    judge: Callable[[bool], None] = lambda finite: None
+    """After every step that had something to learn: whether it was finite."""
+    stop: Callable[[], bool] = lambda: False
+    """Whether to end after this window."""
+
+
 def train(
     step: TrainStep,
     windows: Iterable[list[Batch]],
     schedule: Schedule,
-    steps: int,
-    *,
+    pace: Pace,
+    calls: Callbacks,
     progress: Progress | None = None,
-    save: Callable[[Progress, float | None], None] | None = None,
-    save_every: int = 0,
-    judge: Callable[[bool], None] = lambda finite: None,
-    stop: Callable[[], bool] = lambda: False,
-    evaluate: Callable[[], float] | None,
-    observe: Callable[[Record], None],
-    log_every: int,
-    eval_every: int,
-    max_skipped: int,
 ) -> Progress:
-    """Train until `steps` windows have been, from `progress` on. Raises NotFiniteError after `max_skipped` skipped
-    steps in a row, or if no step at all was finite.
+    """Train until `pace.steps` windows have been, from `progress` on.
 
-    `save` (progress, validation loss if it was just measured) is called every `save_every` windows, after the last and
-    after the one in which `stop` became true; `judge` after every step, with whether it was finite. A validation that
-    `stop` fell into is made again by who goes on.
+    A validation that `stop` interrupts is repeated when the run goes on. Raises NotFiniteError after `max_skipped`
+    skipped steps in a row, or if no step at all was finite.
     """
     progress = progress or Progress()
-    if evaluate and (record := progress.pending):
-        if not validate(record, progress, evaluate, stop):
+    if calls.evaluate and (record := progress.pending):
+        if not validate(record, progress, calls):
             return progress
-        observe(record)
+        calls.observe(record)
     clock = Clock()
     reset_peaks(step.device)
-    for window in take(windows, steps - progress.steps):
+    for window in take(windows, pace.steps - progress.steps):
         learning_rate = set_learning_rate(step, schedule(progress.stepped))
         loss, grad_norm, stepped = step(window).tolist()  # the one wait for the device
         count(progress, window, loss if stepped else None)
         if progress.skipped_in_a_row or stepped:
-            judge(bool(stepped))
+            calls.judge(bool(stepped))
         clock.add(window)
         record = {"step": progress.steps, "loss": loss, "lr": learning_rate}
         record |= {"grad_norm": grad_norm, "tokens": progress.tokens}
         record["padding_tokens"] = progress.padding
-        last = progress.steps == steps
-        evaluating = last or is_due(progress.steps, eval_every)
-        logging = evaluating or progress.steps == 1 or is_due(progress.steps, log_every)
+        last = progress.steps == pace.steps
+        evaluating = last or is_due(progress.steps, pace.eval_every)
+        logging = evaluating or progress.steps == 1 or is_due(progress.steps, pace.log_every)
         if not stepped:
             record["last_loss"] = progress.last_loss
         if logging or not stepped:
             record |= measurements(step, progress) | clock.read(padded=progress.padding > 0)
-            if not (evaluate and evaluating) or validate(record, progress, evaluate, stop):
-                observe(record)
+            if not evaluating or validate(record, progress, calls):
+                calls.observe(record)
             reset_peaks(step.device)
             clock.restart()
-        stopping = stop()
-        if save and (stopping or (save_every and (last or is_due(progress.steps, save_every)))):
-            save(progress, record.get("val_loss"))
+        stopping = calls.stop()
+        saving = pace.save_every and (last or is_due(progress.steps, pace.save_every))
+        if calls.save and (stopping or saving):
+            calls.save(progress, record.get("val_loss"))
         if stopping:
             return progress
-        if progress.skipped_in_a_row >= max_skipped:
-            raise NotFiniteError(
-                f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "
-                "lower optimizer.lr, or use precision=bf16 or fp32"
-            )
+        check_finite(progress, pace.max_skipped)
+    check_learned(progress)
+    return progress
+
+
+def validate(record: Record, progress: Progress, calls: Callbacks) -> bool:
+    """Add the validation loss to `record`. False: `stop` may have cut it off, and the record is pending."""
+    if calls.evaluate is None:
+        return True
+    val_loss = calls.evaluate()
+    progress.pending = record if calls.stop() else None
+    if progress.pending is None:
+        record["val_loss"] = val_loss
+    return progress.pending is None
+
+
+def check_finite(progress: Progress, max_skipped: int) -> None:
+    if progress.skipped_in_a_row >= max_skipped:
+        raise NotFiniteError(
+            f"step {progress.steps}: loss or gradient not finite {max_skipped} times in a row; "
+            "lower optimizer.lr, or use precision=bf16 or fp32"
+        )
+
+
+def check_learned(progress: Progress) -> None:
     if progress.skipped_in_a_row and not progress.stepped:
         raise NotFiniteError(
             f"none of {progress.steps} steps was finite, so nothing was learned; "
             "lower optimizer.lr, or use precision=bf16 or fp32"
         )
-    return progress
-
-
-def validate(
-    record: Record, progress: Progress, evaluate: Callable[[], float], stop: Callable[[], bool]
-) -> bool:
-    """Add the validation loss to `record`. False: `stop` may have cut it off, and the record is pending."""
-    val_loss = evaluate()
-    progress.pending = record if stop() else None
-    if progress.pending is None:
-        record["val_loss"] = val_loss
-    return progress.pending is None
 
 
 def take(windows: Iterable[list[Batch]], steps: int) -> Iterator[list[Batch]]:

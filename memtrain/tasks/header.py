@@ -5,8 +5,8 @@ import torch
 from memtrain.config import Config
 from memtrain.config.derived import segment_blocks
 from memtrain.data.packing import Packed
+from memtrain.data.prepare import Data
 from memtrain.device import describe_device
-from memtrain.engine import build
 from memtrain.model.transformer import Transformer, count_parameters
 from memtrain.units import format_count
 
@@ -53,7 +53,7 @@ def document_figures(packed: Packed) -> dict[str, float]:
     }
 
 
-def data_lines(data: build.Data) -> list[str]:
+def data_lines(data: Data) -> list[str]:
     """How much there is to learn from, and how documents fill their rows; random tokens never end."""
     if data.train is None:
         return []

@@ -9,6 +9,7 @@ import torch
 from memtrain.config import Config
 from memtrain.device import describe_device, select_device
 from memtrain.engine import build
+from memtrain.engine.loop import Callbacks, Pace
 from memtrain.engine.loop import train as train_loop
 from memtrain.engine.step import TrainStep
 from memtrain.model.transformer import count_parameters
@@ -52,17 +53,9 @@ def gradients_after(config: Config, step: TrainStep, loader: Any) -> dict[str, t
         steps = config.numerics.steps
         short = replace(config, steps=steps, epochs=None)
         with console.Progress(steps) as progress:
-            train_loop(
-                step,
-                windows,
-                build.build_schedule(short),
-                steps,
-                evaluate=None,
-                observe=progress.update,
-                log_every=config.log_every,
-                eval_every=0,
-                max_skipped=config.optimizer.max_skipped,
-            )
+            pace = Pace(steps, config.log_every, max_skipped=config.optimizer.max_skipped)
+            calls = Callbacks(progress.update)
+            train_loop(step, windows, build.build_schedule(short), pace, calls)
     scale = step.scaler.get_scale()
     step.accumulate(next(windows))
     loader.close()

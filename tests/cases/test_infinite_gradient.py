@@ -9,7 +9,7 @@ from workbench import Workbench
 
 from memtrain.config import Config
 from memtrain.engine import build
-from memtrain.engine.loop import train
+from memtrain.engine.loop import Callbacks, Pace, train
 
 
 def test_one_of_five_steps_is_skipped(tiny: Callable[..., Config], bench: Workbench) -> None:
@@ -32,8 +32,8 @@ def test_one_of_five_steps_is_skipped(tiny: Callable[..., Config], bench: Workbe
         seen.append([p.detach().clone() for p in step.model.parameters()])
 
     train(
-        step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config), 5,
-        evaluate=None, observe=observe, log_every=1, eval_every=0, max_skipped=2,
+        step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config),
+        Pace(5, log_every=1, max_skipped=2), Callbacks(observe),
     )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(seen[2], seen[3], strict=True))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from workbench import Scalar
 
-from memtrain.data.loader import Loader
+from memtrain.data.loader import Batching, Loader
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import PlainUpdate
 
@@ -31,7 +31,7 @@ def test_ten_micro_batches_by_four_are_three_steps() -> None:
         compute_dtype=None,
         clip=0.0,
     )
-    loader = Loader(np.arange(10 * 4 + 1), 4, micro_batch=1, accum=4, seed=0, prefetch=0)
+    loader = Loader(np.arange(10 * 4 + 1), 4, Batching(1, 4, seed=0, prefetch=0))
     assert loader.windows_per_epoch == 3
     values, sizes = [], []
     for window in islice(loader, 6):

@@ -10,7 +10,7 @@ import torch
 from memtrain.config import Config
 from memtrain.data.loader import IGNORE_INDEX, Batch
 from memtrain.engine import build
-from memtrain.engine.loop import train
+from memtrain.engine.loop import Callbacks, Pace, train
 from memtrain.engine.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_masked_windows_do_not_end_a_run(tiny: Callable[..., Config]) -> None:
     config = tiny("optimizer.max_skipped=2")
     windows = itertools.chain([[samples()]], itertools.repeat([masked(samples())]))
     progress = train(
-        make_step(config), windows, build.build_schedule(config), 8,
-        evaluate=None, observe=lambda record: None, log_every=1, eval_every=0, max_skipped=2,
+        make_step(config), windows, build.build_schedule(config),
+        Pace(8, log_every=1, max_skipped=2), Callbacks(lambda record: None),
     )  # fmt: skip
     assert (progress.stepped, progress.skipped) == (1, 7)

@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 
-from memtrain.data.loader import Loader
+from memtrain.data.loader import Batching, Loader
 
 SEQ_LEN = 4
 
@@ -12,7 +12,7 @@ SEQ_LEN = 4
 def loader(seed: int = 0) -> Loader:
     """24 samples, one a micro-batch; sample i begins with token 4 i."""
     tokens = np.arange(24 * SEQ_LEN + 1)
-    return Loader(tokens, SEQ_LEN, micro_batch=1, accum=4, seed=seed, shuffle=False)
+    return Loader(tokens, SEQ_LEN, Batching(1, 4, seed, shuffle=False))
 
 
 def ids(windows: Loader, n: int) -> list[int]:

@@ -9,22 +9,22 @@ import pytest
 import torch
 from command import Run
 
-from memtrain.data.loader import Loader, RandomTokens, Windows
+from memtrain.data.loader import Batching, Loader, RandomTokens, Windows
 from memtrain.data.packing import PackedLoader, pack_split
 from memtrain.data.store import DTYPES, LAST, LEARNED, write_tokens
 
 
 def windows_of(kind: str, folder: Path, prefetch: int) -> Windows:
     if kind == "random":
-        return RandomTokens(50, 8, 2, 2, 0, 30, prefetch=prefetch)
+        return RandomTokens(50, 8, 30, Batching(2, 2, 0, prefetch=prefetch))
     if kind == "tokens":
-        return Loader(np.arange(1000), 8, 2, 2, 0, prefetch=prefetch)
+        return Loader(np.arange(1000), 8, Batching(2, 2, 0, prefetch=prefetch))
     array = np.zeros(600, DTYPES["uint32+role"])
     array["id"], array["role"] = np.arange(600), LEARNED
     array["role"][::6] = 0
     array["role"][5::6] |= LAST
     file = write_tokens(folder / "t", [array], 600, "", "", with_roles=True)
-    return PackedLoader(pack_split(file, 0.0, 8, True)[0], 2, 2, 0, prefetch=prefetch)
+    return PackedLoader(pack_split(file, 0.0, 8, True)[0], Batching(2, 2, 0, prefetch=prefetch))
 
 
 @pytest.mark.parametrize("kind", ["random", "tokens", "documents"])

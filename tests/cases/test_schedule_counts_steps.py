@@ -8,7 +8,7 @@ from workbench import Workbench
 
 from memtrain.config import Config
 from memtrain.engine import build
-from memtrain.engine.loop import train
+from memtrain.engine.loop import Callbacks, Pace, train
 
 
 def rates(tiny: Callable[..., Config], bench: Workbench, accum: int, steps: int) -> list[float]:
@@ -17,8 +17,8 @@ def rates(tiny: Callable[..., Config], bench: Workbench, accum: int, steps: int)
     assert len(window) == accum
     records: list[dict] = []
     train(
-        bench.step(config), itertools.repeat(window), build.build_schedule(config), steps,
-        evaluate=None, observe=records.append, log_every=1, eval_every=0, max_skipped=1,
+        bench.step(config), itertools.repeat(window), build.build_schedule(config),
+        Pace(steps, log_every=1, max_skipped=1), Callbacks(records.append),
     )  # fmt: skip
     return [record["lr"] for record in records]
 

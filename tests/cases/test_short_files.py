@@ -10,7 +10,7 @@ import pytest
 from command import TINY_TEXT, Run
 
 from memtrain.config import Config
-from memtrain.data.loader import Loader, eval_batches
+from memtrain.data.loader import Batching, Loader, eval_batches
 from memtrain.data.store import write_tokens
 from memtrain.engine.build import build_data
 
@@ -70,7 +70,7 @@ def test_both_sides_have_their_share_and_a_row(
 def test_a_thousand_tokens_are_fifteen_samples_of_64() -> None:
     """They do not overlap; the last target is token 960."""
     tokens = np.arange(1000, dtype=np.uint16)
-    assert Loader(tokens, 64, 1, 1, 0, prefetch=0).n_samples == 15
+    assert Loader(tokens, 64, Batching(1, 1, 0, prefetch=0)).n_samples == 15
     batches = list(eval_batches(tokens, 64, 1))
     assert len(batches) == 15
     assert [batch.tokens[0, 0].item() for batch in batches] == list(range(0, 960, 64))

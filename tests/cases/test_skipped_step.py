@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from workbench import Scalar
 
 from memtrain.data.loader import Batch
-from memtrain.engine.loop import train
+from memtrain.engine.loop import Callbacks, Pace, train
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import PlainUpdate
 
@@ -34,8 +34,8 @@ def test_two_of_three_steps_count() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     records: list[dict] = []
     progress = train(
-        step, itertools.repeat([Batch(tokens, tokens, 4)]), lambda stepped: 0.5**stepped, 3,
-        evaluate=None, observe=records.append, log_every=1, eval_every=0, max_skipped=2,
+        step, itertools.repeat([Batch(tokens, tokens, 4)]), lambda stepped: 0.5**stepped,
+        Pace(3, log_every=1, max_skipped=2), Callbacks(records.append),
     )  # fmt: skip
     assert [record["lr"] for record in records] == [1.0, 0.5, 0.5]
     assert 0.5**progress.stepped == 0.25

@@ -8,7 +8,7 @@ import torch
 import yaml
 from allpairspy import AllPairs
 
-from memtrain.data.loader import RandomTokens
+from memtrain.data.loader import Batching, RandomTokens
 from memtrain.engine.checkpoint import Checkpoints, read_state
 from memtrain.engine.loop import Progress
 from memtrain.engine.resume import capture, restore
@@ -39,7 +39,7 @@ def bench_step(tiny, bench, tmp_path):
 
 
 def save(step, folder: Path) -> Path:
-    loader = RandomTokens(64, 16, 2, 1, 0, samples_per_epoch=8, prefetch=0)
+    loader = RandomTokens(64, 16, 8, Batching(2, 1, 0, prefetch=0))
     with Checkpoints(folder, keep=1) as checkpoints:
         progress = Progress(steps=2, stepped=2)
         checkpoints.save(capture(step, step.model, loader, progress, None, yaml.safe_dump({})))
@@ -50,7 +50,7 @@ def save(step, folder: Path) -> Path:
 
 def put_back(step, checkpoint: Path) -> Progress:
     return restore(
-        checkpoint, step, step.model, RandomTokens(64, 16, 2, 1, 0, samples_per_epoch=8, prefetch=0)
+        checkpoint, step, step.model, RandomTokens(64, 16, 8, Batching(2, 1, 0, prefetch=0))
     )
 
 

@@ -10,7 +10,7 @@ from optimizer_choices import HOST_OPTIMIZERS, OPTIMIZERS
 
 from memtrain.engine import build
 from memtrain.engine.generate import generate
-from memtrain.engine.loop import train
+from memtrain.engine.loop import Callbacks, Pace, train
 from memtrain.errors import NotFiniteError
 
 
@@ -88,8 +88,8 @@ def test_schedule_and_counters_follow_real_steps(tiny, bench):
     window = bench.window(bench.samples(), 8)
     records = []
     progress = train(
-        step, itertools.repeat(window), build.build_schedule(config), 6,
-        evaluate=None, observe=records.append, log_every=1, eval_every=0, max_skipped=3,
+        step, itertools.repeat(window), build.build_schedule(config),
+        Pace(6, log_every=1, max_skipped=3), Callbacks(records.append),
     )  # fmt: skip
     assert (progress.steps, progress.stepped, progress.skipped) == (6, 5, 1)
     rates = [record["lr"] for record in records]
@@ -111,15 +111,15 @@ def test_too_many_in_a_row_stop_the_run(tiny, bench):
     step.loss_function = lambda hidden, *_: hidden.sum() * math.nan
     with pytest.raises(NotFiniteError, match=r"step 3: .* 3 times in a row"):
         train(
-            step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config), 9,
-            evaluate=None, observe=lambda record: None, log_every=1, eval_every=0, max_skipped=3,
+            step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config),
+            Pace(9, log_every=1, max_skipped=3), Callbacks(lambda record: None),
         )  # fmt: skip
 
 
 def trained(bench, step, config, steps):
     return train(
-        step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config), steps,
-        evaluate=None, observe=lambda record: None, log_every=1, eval_every=0, max_skipped=9,
+        step, itertools.repeat(bench.window(bench.samples(), 8)), build.build_schedule(config),
+        Pace(steps, log_every=1, max_skipped=9), Callbacks(lambda record: None),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from memtrain.data.loader import (
     IGNORE_INDEX,
     Batch,
+    Batching,
     Loader,
     RandomTokens,
     _to_batch,
@@ -29,7 +30,7 @@ def loader(
 ) -> Loader:
     """Tokens count up, so that a sample's first token names it."""
     tokens = np.arange(n_samples * SEQ_LEN + 1, dtype=np.uint32)
-    return Loader(tokens, SEQ_LEN, micro_batch, accum, seed, **options)  # type: ignore[arg-type]
+    return Loader(tokens, SEQ_LEN, Batching(micro_batch, accum, seed, **options))  # type: ignore[arg-type]
 
 
 def samples(window: list[Batch]) -> list[int]:
@@ -51,7 +52,7 @@ def prefetch_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize(("n_tokens", "seq_len", "expected"), [(17, 16, 1), (1000, 64, 15)])
 def test_sample_count(n_tokens: int, seq_len: int, expected: int) -> None:
     tokens = np.arange(n_tokens, dtype=np.uint16)
-    assert Loader(tokens, seq_len, 1, 1, 0, prefetch=0).n_samples == expected
+    assert Loader(tokens, seq_len, Batching(1, 1, 0, prefetch=0)).n_samples == expected
     batches = list(eval_batches(tokens, seq_len, 1))
     assert len(batches) == expected
     assert batches[-1].targets[0, -1] == expected * seq_len
@@ -62,7 +63,7 @@ def test_too_few_tokens_are_refused(n_tokens: int) -> None:
     tokens = np.zeros(n_tokens, dtype=np.uint16)
     message = rf"tiny\.txt: {n_tokens} tokens found, 17 needed"
     with pytest.raises(UserError, match=message):
-        Loader(tokens, 16, 1, 1, 0, name="tiny.txt")
+        Loader(tokens, 16, Batching(1, 1, 0), name="tiny.txt")
     with pytest.raises(UserError, match=message):
         eval_batches(tokens, 16, 1, None, name="tiny.txt")
     with pytest.raises(UserError, match=message):
@@ -130,7 +131,9 @@ def test_batches_and_state_are_the_same_for_any_prefetch(
 ) -> None:
     makers = (
         lambda prefetch: loader(n_samples, 2, accum, seed, prefetch=prefetch),
-        lambda prefetch: RandomTokens(50, SEQ_LEN, 2, accum, seed, n_samples, prefetch=prefetch),
+        lambda prefetch: RandomTokens(
+            50, SEQ_LEN, n_samples, Batching(2, accum, seed, prefetch=prefetch)
+        ),
     )
     for make in makers:
         results = []
@@ -215,9 +218,9 @@ def test_an_error_while_reading_reaches_the_trainer(prefetch: int) -> None:
 
 
 def test_random_tokens_are_uniform_and_depend_on_the_sample_alone() -> None:
-    tokens = np.array(take(RandomTokens(50, 8, 4, 1, 0, 100, prefetch=0), 25))
+    tokens = np.array(take(RandomTokens(50, 8, 100, Batching(4, 1, 0, prefetch=0)), 25))
     assert (tokens.min(), tokens.max()) == (0, 49)
-    one_by_one = np.array(take(RandomTokens(50, 8, 1, 3, 0, 100, prefetch=0), 34))
+    one_by_one = np.array(take(RandomTokens(50, 8, 100, Batching(1, 3, 0, prefetch=0)), 34))
     np.testing.assert_array_equal(tokens.reshape(-1, 8), one_by_one)
     assert len(np.unique(one_by_one, axis=0)) == 100
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.data.loader import IGNORE_INDEX, Batch
+from memtrain.data.loader import IGNORE_INDEX, Batch, Batching
 from memtrain.data.packing import Packed, PackedLoader, best_fit, pack_split, packed_batches
 from memtrain.data.store import DTYPES, LAST, LEARNED, TokenFile, unigram_entropy, write_tokens
 
@@ -61,30 +61,29 @@ def used(packed: Packed) -> np.ndarray[Any, Any]:
 @given(
     documents=DOCUMENTS,
     seq_len=st.integers(1, 40),
-    micro_batch=st.integers(1, 4),
-    accum=st.integers(1, 3),
-    seed=st.integers(0, 3),
-    shuffle=st.booleans(),
+    batching=st.builds(
+        Batching,
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.integers(0, 3),
+        st.booleans(),
+        prefetch=st.integers(0, 2),
+    ),
     stop=st.integers(0, 60),
-    prefetch=st.integers(0, 2),
 )
 def test_every_token_and_target_once_per_epoch_also_after_resuming(
     tmp_path_factory: pytest.TempPathFactory,
     documents: Documents,
     seq_len: int,
-    micro_batch: int,
-    accum: int,
-    seed: int,
-    shuffle: bool,
+    batching: Batching,
     stop: int,
-    prefetch: int,
 ) -> None:
     file = token_file(tmp_path_factory.mktemp("t"), documents)
     packed, val = pack_split(file, 0.0, seq_len, keep_apart=True)
     assert val is None
 
     def make() -> PackedLoader:
-        return PackedLoader(packed, micro_batch, accum, seed, shuffle, prefetch=prefetch)
+        return PackedLoader(packed, batching)
 
     first = make()
     per_epoch = first.windows_per_epoch
