@@ -237,10 +237,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is aten.scaled_dot_product_attention.default and self.keys_of is not None:
-            return operators.attention(compute_capability(self.card))(*args, **kwargs)
-        if func in operators.RECURRENT and self.keys_of is not None:
-            return operators.recurrent(func, lambda: compute_capability(self.card), *args)
+        on_cuda = operators.composites(lambda: compute_capability(self.card))
+        if func in on_cuda and self.keys_of is not None:
+            return on_cuda[func](*args, **kwargs)
         return func.decompose(*args, **kwargs)
 
     def _rare(self, entry: Entry, func: Any) -> Entry:

@@ -7,6 +7,7 @@ Without these the phantom would run their composite forms, and allocate what CUD
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,107 +43,73 @@ def register(
     inside the `with` block none is reached.
     """
 
-    def attention_now(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return attention(compute_capability())(*args, **kwargs)
-
-    library.impl("scaled_dot_product_attention", attention_now, AUTOGRAD_KEY)
+    for op, run in composites(compute_capability).items():
+        library.impl(op.name(), run, AUTOGRAD_KEY)
     library.impl("softmax.int", _half_to_float(aten._softmax.default), AUTOGRAD_KEY)
     library.impl("log_softmax.int", _half_to_float(aten._log_softmax.default), AUTOGRAD_KEY)
-    for op in RECURRENT:
-        library.impl(op.name(), partial(recurrent, op, compute_capability), AUTOGRAD_KEY)
     for name in WHOLE:
         if hasattr(aten, name):
             library.impl(name, partial(refuse, f"aten.{name}"), "PrivateUse1")
 
 
-def attention(capability: float) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention`, by its own signature, on a card of `capability`."""
+def composites(compute_capability: Callable[[], float]) -> dict[Any, Callable[..., Any]]:
+    """Operators that autograd takes apart, and what does so as on a card of `compute_capability`."""
+    recurrents = {op: partial(recurrent, op, compute_capability) for op in RECURRENT}
+    attend = partial(scaled_dot_product_attention, compute_capability)
+    return {aten.scaled_dot_product_attention.default: attend, **recurrents}
 
-    def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability
-        )
 
-    return run
+@dataclass(frozen=True)
+class Attention:
+    """One call of `scaled_dot_product_attention`, by its own signature."""
+
+    q: torch.Tensor  # (B, H, T, D)
+    k: torch.Tensor  # (B, K, S, D)
+    v: torch.Tensor  # (B, K, S, E)
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.q, self.k, self.v))
+
+    @property
+    def same_heads(self) -> bool:
+        return self.q.shape[1] == self.k.shape[1] == self.v.shape[1]
 
 
 def scaled_dot_product_attention(
-    q: torch.Tensor,  # (B, H, T, D)
-    k: torch.Tensor,  # (B, K, S, D)
-    v: torch.Tensor,  # (B, K, S, E)
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-    capability: float,
+    compute_capability: Callable[[], float], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """The kernel that CUDA would choose (aten/src/ATen/native/transformers/attention.cpp)."""
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-            q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=gqa
-        )[0]
-    kernel = choose_kernel(q, k, v, mask, dropout_p, causal, gqa, capability)
-    scale = scale if scale is not None else q.shape[-1] ** -0.5
+    """By the kernel that CUDA would choose (aten/src/ATen/native/transformers/attention.cpp)."""
+    call = Attention(*args, **kwargs)
+    if call.q.device.type == "cpu":
+        return _math(call)
+    kernel = choose_kernel(call, compute_capability())
     if kernel == "flash":
-        return _flash(q, k, v, dropout_p, causal, scale)
+        return _flash(call)
+    mask, q = call.attn_mask, call.q
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype, device=q.device))
-    if kernel == "efficient":
-        return _efficient(q, k, v, mask, dropout_p, causal, scale)
-    return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=gqa
-    )[0]
+    call = replace(call, attn_mask=mask, scale=_scale(call))
+    return _efficient(call) if kernel == "efficient" else _math(call)
 
 
-def choose_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    causal: bool,
-    gqa: bool,
-    capability: float,
-) -> str:
+def choose_kernel(call: Attention, capability: float) -> str:
     """`flash`, `efficient` or `math`, in that order (sdp_utils.cpp, `select_sdp_backend`).
 
     Where cuDNN's kernel comes first (Hopper, recent cuDNN) flash stands for it: same tensors.
     """
-    if not _rows_are_dense(q, k, v, mask):
-        return "math"
-    flash_allowed = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    cudnn_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    q, k, v = call.q, call.k, call.v
     shapes_ok = q.dim() == k.dim() == v.dim() == 4 and 0 not in (*q.shape, *k.shape)
-    same_heads = shapes_ok and q.shape[1] == k.shape[1] == v.shape[1]
-    if (
-        (flash_allowed or (cudnn_allowed and capability >= 9.0))
-        and shapes_ok
-        and mask is None
-        and q.dtype in HALF
-        and capability >= 8.0
-        and q.shape[-1] == k.shape[-1] == v.shape[-1]
-        and _flash_head_dim_ok(q, k, v, dropout_p, capability)
-        and (same_heads or (gqa and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0))
-        and not (causal and q.shape[2] != k.shape[2])
-    ):
+    if not shapes_ok or not _rows_are_dense(q, k, v, call.attn_mask):
+        return "math"
+    if _flash_takes(call, capability):
         return "flash"
-    if (
-        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-        and same_heads
-        and _efficient_dtype_ok(q, v, capability)
-    ):
-        return "efficient"
-    return "math"
+    return "efficient" if _efficient_takes(call, capability) else "math"
 
 
 def _rows_are_dense(*tensors: torch.Tensor | None) -> bool:
@@ -150,50 +117,73 @@ def _rows_are_dense(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or t.shape[-1] == 1 or t.stride(-1) == 1 for t in tensors)
 
 
-def _flash_head_dim_ok(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, capability: float
-) -> bool:
+def _flash_takes(call: Attention, capability: float) -> bool:
+    q, k, v = call.q, call.k, call.v
+    flash_allowed = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    cudnn_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    grouped = call.enable_gqa and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
+    return (
+        (flash_allowed or (cudnn_allowed and capability >= 9.0))
+        and call.attn_mask is None
+        and q.dtype in HALF
+        and capability >= 8.0
+        and q.shape[-1] == k.shape[-1] == v.shape[-1]
+        and _flash_head_dim_ok(call, capability)
+        and (call.same_heads or grouped)
+        and not (call.is_causal and q.shape[2] != k.shape[2])
+    )
+
+
+def _flash_head_dim_ok(call: Attention, capability: float) -> bool:
     """At most 256; backward above 192 needs more shared memory than consumer cards have."""
-    head_dim = q.shape[-1]
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if needs_grad and capability in (8.6, 8.9, 12.0, 12.1) and head_dim > 192:
-        return 224 < head_dim <= 256 and dropout_p == 0.0
+    head_dim = call.q.shape[-1]
+    if call.needs_grad and capability in (8.6, 8.9, 12.0, 12.1) and head_dim > 192:
+        return 224 < head_dim <= 256 and call.dropout_p == 0.0
     return head_dim <= 256
 
 
-def _efficient_dtype_ok(q: torch.Tensor, v: torch.Tensor, capability: float) -> bool:
+def _efficient_takes(call: Attention, capability: float) -> bool:
     """fp32, fp16 and (from 8.0) bf16, with rows of a multiple of 16 bytes."""
+    q, v = call.q, call.v
     dtypes = [torch.float32, torch.float16, *([torch.bfloat16] if capability >= 8.0 else [])]
     multiple = 16 // q.element_size()
-    return q.dtype in dtypes and q.shape[-1] % multiple == 0 and v.shape[-1] % multiple == 0
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and call.same_heads
+        and q.dtype in dtypes
+        and q.shape[-1] % multiple == 0
+        and v.shape[-1] % multiple == 0
+    )
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, causal: bool, scale: float
-) -> torch.Tensor:
+def _scale(call: Attention) -> float:
+    return call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+
+
+def _math(call: Attention) -> torch.Tensor:
+    return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal, None,
+        scale=call.scale, enable_gqa=call.enable_gqa,
+    )[0]  # fmt: skip
+
+
+def _flash(call: Attention) -> torch.Tensor:
+    q, k, v = call.q, call.k, call.v
     head_dim = q.shape[-1]
     if head_dim % 8:  # `pad_last_dim<8>`
         q, k, v = (F.pad(t, (0, 8 - head_dim % 8)) for t in (q, k, v))
-    out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, False, scale=scale)[
-        0
-    ]
+    out = aten._scaled_dot_product_flash_attention(
+        q, k, v, call.dropout_p, call.is_causal, False, scale=_scale(call)
+    )[0]
     return out[..., :head_dim] if out.shape[-1] != head_dim else out  # type: ignore[no-any-return]
 
 
-def _efficient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    needs_lse = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+def _efficient(call: Attention) -> torch.Tensor:
+    q, k, mask = call.q, call.k, call.attn_mask
     if mask is not None:
         mask = _aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-        q, k, v, mask, needs_lse, dropout_p, causal, scale=scale
+        q, k, call.v, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=_scale(call)
     )[0]
 
 
