@@ -12,21 +12,20 @@ Shapes, dtypes, strides and storages are real; data is not. The device is regist
 """
 
 from memtrain.phantom.allocator import CachingAllocator, OutOfMemoryError
+from memtrain.phantom.failures import RaceError, UnsupportedOperator
 from memtrain.phantom.gpu import PhantomCPU, PhantomGPU
-from memtrain.phantom.meter import UnsupportedOperator
-from memtrain.phantom.report import CATEGORIES, OpUse, Peak, Report, TimelinePoint
-from memtrain.phantom.streams import RaceError
+from memtrain.phantom.held import CATEGORIES, Moment
+from memtrain.phantom.report import OpUse, Report
 
 __all__ = [
     "CATEGORIES",
     "CachingAllocator",
+    "Moment",
     "OpUse",
     "OutOfMemoryError",
-    "Peak",
     "PhantomCPU",
     "PhantomGPU",
     "RaceError",
     "Report",
-    "TimelinePoint",
     "UnsupportedOperator",
 ]

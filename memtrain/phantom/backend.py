@@ -77,7 +77,7 @@ def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def compute_capability() -> float:
     meter = active()
-    return 8.0 if meter is None or meter.card is None else meter.card.compute_capability
+    return 8.0 if meter is None else meter.compute_capability
 
 
 class DeviceModule:
@@ -210,16 +210,14 @@ class DeviceModule:
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """The keys of `torch.cuda.memory_stats` that have a meaning here."""
         stats = {}
-        for name, attribute in (
-            ("allocated_bytes", "allocated_bytes"),
-            ("active_bytes", "active_bytes"),
-            ("reserved_bytes", "reserved_bytes"),
-        ):
-            stats[f"{name}.all.current"] = _statistic(attribute)
-            stats[f"{name}.all.peak"] = _statistic(f"peak_{attribute}")
-        stats["num_alloc_retries"] = _statistic("alloc_retries")
-        stats["num_ooms"] = _statistic("ooms")
-        return stats
+        for name in ("allocated_bytes", "active_bytes", "reserved_bytes"):
+            stats[f"{name}.all.current"] = _statistic(name)
+            stats[f"{name}.all.peak"] = _statistic(f"peak_{name}")
+        return {
+            **stats,
+            "num_alloc_retries": _statistic("alloc_retries"),
+            "num_ooms": _statistic("ooms"),
+        }
 
 
 def _statistic(attribute: str) -> int:

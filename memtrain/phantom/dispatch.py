@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memtrain.phantom.kernels import CUBLAS, FLOPS, TEMPORARIES
+from memtrain.phantom.arguments import flat_tensors, result_tensors
+from memtrain.phantom.flops import FLOPS
+from memtrain.phantom.kernels import CUBLAS, TEMPORARIES
+from memtrain.phantom.shapes import Template
 
 aten = torch.ops.aten
-META = torch.device("meta")
 NOT_REPLAYED = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -23,21 +25,10 @@ NOT_REPLAYED = {
 ABSOLUTE_OFFSET = {aten.as_strided.default, aten.as_strided_.default}
 PLAIN = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.memory_format)
 COPIES = {aten._to_copy.default, aten.copy_.default}
+TRANSFERS = ("h2d", "d2h", "nvme_read", "nvme_write")
+"""The kinds of operators that move their tensors to another place."""
 FILES = {"file_read": "nvme_read", "file_write": "nvme_write"}
 """Operators of any library that move their tensors from or to a file, by name, and the kind they are."""
-
-
-class Template:
-    """A tensor to make again. `offset` is None for one with a storage of its own, and otherwise
-    where a view starts, counted from the start of the operator's first argument."""
-
-    __slots__ = ("device", "dtype", "offset", "shape", "storage_bytes", "strides")
-
-    def __init__(self, t: FakeTensor, base: FakeTensor | None) -> None:
-        self.shape, self.strides, self.dtype = t.shape, t.stride(), t.dtype
-        self.device = t.fake_device
-        self.storage_bytes = t.untyped_storage().nbytes()
-        self.offset = None if base is None else t.storage_offset() - base.storage_offset()
 
 
 class Entry:
@@ -56,7 +47,6 @@ class Entry:
         "results",
         "returns_arg",
         "temporaries",
-        "transfer",
         "views",
     )
 
@@ -69,7 +59,6 @@ class Entry:
         self.on_device = False
         self.cublas = False
         self.temporaries: list[int] = []
-        self.transfer: tuple[str, int] | None = None
         self.kind = "other"
         self.flops = 0
         self.moved_bytes = 0
@@ -117,22 +106,11 @@ def _extend(parts: list[Any], values: Any, mode: FakeTensorMode) -> bool:
     return True
 
 
-def flat_tensors(args: Any, kwargs: Any = None) -> list[torch.Tensor]:
-    """All tensors among the arguments, one level of lists deep."""
-    found: list[torch.Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
-
-
 def describe(func: Any, args: Any, kwargs: Any, out: Any, device_type: str) -> Entry:
     """The costs of a call that has just been made."""
     entry = Entry(str(func).removesuffix(".default"))
     inputs = flat_tensors(args, kwargs)
-    outputs = flat_tensors(out if isinstance(out, list | tuple) else (out,))
+    outputs = result_tensors(out)
     storages = {t.untyped_storage()._cdata for t in inputs}
     mutates = func._schema.is_mutable
     entry.views = (
@@ -151,12 +129,9 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any, device_type: str) -> E
     if func in FLOPS:
         entry.kind, count = FLOPS[func]
         entry.flops = count(args, out[0] if isinstance(out, list | tuple) else out)
-    if func in COPIES:
-        entry.transfer = _transfer(func, args, out, device_type)
-        if entry.transfer is not None:
-            entry.kind, entry.moved_bytes = entry.transfer
-    if (kind := FILES.get(func._schema.name.partition("::")[2])) is not None:
-        entry.kind, entry.transfer = kind, (kind, entry.moved_bytes)
+    if func in COPIES and (transfer := _transfer(func, args, out, device_type)) is not None:
+        entry.kind, entry.moved_bytes = transfer
+    entry.kind = FILES.get(func._schema.name.partition("::")[2], entry.kind)
     if entry.on_device:
         entry.cublas = func in CUBLAS
         if func in TEMPORARIES:
@@ -175,34 +150,29 @@ def _transfer(func: Any, args: Any, out: Any, device_type: str) -> tuple[str, in
 
 
 def replayable(entry: Entry, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Complete `entry` so that `replay` can make `out` again; False if it cannot."""
+    """Complete `entry` so that `out` can be made again from it; False if it cannot."""
     if NOT_REPLAYED.intersection(func.tags) or func in ABSOLUTE_OFFSET:
         return False
     if out is None:
         return True
-    for index, value in enumerate(args):
-        if out is value:
-            entry.returns_arg = index
-            return True
-    if func._schema.is_mutable:
-        return False
-    if not isinstance(out, torch.Tensor | tuple | list):
+    entry.returns_arg = next((index for index, arg in enumerate(args) if arg is out), None)
+    if entry.returns_arg is not None:
+        return True
+    if func._schema.is_mutable or not isinstance(out, torch.Tensor | tuple | list):
         return False
     entry.container = None if isinstance(out, torch.Tensor) else type(out)
-    items = [out] if entry.container is None else list(out)
     storages = {t.untyped_storage()._cdata for t in flat_tensors(args, kwargs)}
     base = args[0] if args and type(args[0]) is FakeTensor else None
     own: set[int] = set()
-    for item in items:
+    for item in [out] if entry.container is None else out:
+        result = item
         if isinstance(item, torch.Tensor):
-            template = _template(item, base, storages, own)
-            if template is None:
+            result = _template(item, base, storages, own)
+            if result is None:
                 return False
-            entry.results.append(template)
-        elif isinstance(item, PLAIN):
-            entry.results.append(item)
-        else:
+        elif not isinstance(item, PLAIN):
             return False
+        entry.results.append(result)
     return True
 
 
@@ -220,51 +190,6 @@ def _template(
     if address in own or t.storage_offset():
         return None
     own.add(address)
-    template = Template(t, None)
     needed = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     exact_bytes = needed * t.element_size() if t.numel() else 0
-    return template if template.storage_bytes == exact_bytes else None
-
-
-def make_tensor(mode: FakeTensorMode, keys_of: Any, template: Template, base: Any) -> FakeTensor:
-    """A fake tensor as `template` says, with the dispatch keys of device `keys_of`."""
-    guard = torch._C._DisableTorchDispatch()
-    try:
-        if template.offset is None:
-            elem = torch.empty_strided(
-                template.shape, template.strides, dtype=template.dtype, device=META
-            )
-        else:
-            elem = torch.empty(0, dtype=template.dtype, device=META)
-            offset = base.storage_offset() + template.offset
-            elem.set_(base.untyped_storage(), offset, template.shape, template.strides)
-        return with_keys(mode, elem, template.device, keys_of)
-    finally:
-        del guard
-
-
-def with_keys(mode: FakeTensorMode, elem: Any, device: Any, keys_of: Any) -> FakeTensor:
-    """`elem` as a fake tensor on `device` that dispatches like a tensor of device `keys_of`.
-
-    With the keys of one device on all of them `parameter.data = elsewhere` is legal, as it is
-    between CPU and CUDA.
-    """
-    t = FakeTensor(mode, elem, device if keys_of is None else keys_of)
-    if t.fake_device != device:
-        t.fake_device = device
-    return t
-
-
-def rekey(mode: FakeTensorMode, t: Any, keys_of: torch.device) -> Any:
-    """The same fake tensor with the dispatch keys of device `keys_of`."""
-    guard = torch._C._DisableTorchDispatch()
-    try:
-        elem = torch.empty(0, dtype=t.dtype, device=META)
-        elem.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-        new = with_keys(mode, elem, t.fake_device, keys_of)
-    finally:
-        del guard
-    if t.constant is not None:
-        new.constant = t.constant
-        mode.fake_tensor_converter.add_constant_storage_mapping(new)
-    return new
+    return Template(t, None) if t.untyped_storage().nbytes() == exact_bytes else None

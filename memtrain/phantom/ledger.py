@@ -89,7 +89,7 @@ class Record:
         self.block: Block | None = None
         self.key = 0
         self.ref: StorageRef | None = None
-        self.users: set[int] | None = None  # other streams, by `record_stream`
+        self.users: frozenset[int] = frozenset()  # other streams, by `record_stream`
         self.write_stream = stream
         self.write_tick = 0
         self.readers: dict[int, int] | None = None  # streams and their ticks, since the last write
@@ -154,6 +154,14 @@ class Ledger:
         if record is None or record.ref is None or record.ref() is None:
             return None
         return record
+
+    def of(self, t: Any) -> Record | None:
+        """The record of a tensor's storage, if it has one."""
+        return self.find(t.untyped_storage())
+
+    def is_pinned(self, t: Any) -> bool:
+        record = self.of(t)
+        return record is not None and record.space == PINNED
 
     def free(self, record: Record, keep_active: bool = False) -> None:
         if self.known.get(record.key) is record:

@@ -46,6 +46,11 @@ class ModuleWatch:
     def path(self) -> str:
         return self.stack[-1][1] if self.stack else ""
 
+    @property
+    def where(self) -> str:
+        """For a message: which module was running."""
+        return f" in module {self.path}" if self.stack else ""
+
     def install(self) -> None:
         self._hooks = [
             register_module_parameter_registration_hook(self._on_parameter),

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from memtrain.phantom.ledger import (
-    BACKWARD,
-    DEVICE,
-    FORWARD,
-    OPTIMIZER,
-    PAGEABLE,
-    PHASES,
-    PINNED,
-    Ledger,
-    Record,
-)
+from memtrain.phantom.dispatch import Entry
+from memtrain.phantom.held import HOST, NOTHING, Moment, peaks
+from memtrain.phantom.ledger import PAGEABLE, PHASES, PINNED, Ledger
 from memtrain.units import MIB
 
-CATEGORIES = (
-    "weights",
-    "gradients",
-    "optimizer_state",
-    "weight_copies",
-    "activations",
-    "temporaries",
-    "buffers",
-    "workspaces",
-    "inputs",
-    "other",
-)
-TIMELINE_POINTS = 1000
-HOST = "host"  # pageable and pinned together, where a space is asked for
+OpKey = tuple[str, str, str, str, bool]
 
 
 @dataclass(frozen=True)
@@ -50,29 +28,9 @@ class OpUse:
     moved_bytes: int
     """Bytes of all inputs and outputs: what a kernel reads and writes at least."""
 
-
-@dataclass(frozen=True)
-class Peak:
-    """A moment at which allocated memory was largest."""
-
-    event: int
-    phase: str
-    allocated_bytes: int
-    categories: dict[str, int]
-    """Bytes by category; they sum to `allocated_bytes`, as do those of `modules`."""
-    modules: dict[str, int]
-    """Bytes by path of the module that owns or made them ("" for none)."""
-
-
-@dataclass(frozen=True)
-class TimelinePoint:
-    """As Peak."""
-
-    event: int
-    phase: str
-    allocated_bytes: int
-    categories: dict[str, int]
-    modules: dict[str, int]
+    @property
+    def key(self) -> OpKey:
+        return self.name, self.phase, self.dtype, self.kind, self.on_device
 
 
 @dataclass(frozen=True)
@@ -92,9 +50,9 @@ class Report:
     peak_step: int
     categories: dict[str, int]
     modules_at_peak: dict[str, int]
-    phases: dict[str, Peak]
+    phases: dict[str, Moment]
     step_peak_bytes: list[int]
-    timeline: list[TimelinePoint]
+    timeline: list[Moment]
     fragmentation_bytes: int
     """Reserved but not active at the end, and the largest free block of it."""
     largest_free_block_bytes: int
@@ -106,12 +64,7 @@ class Report:
     host_categories: dict[str, int]
     """Bytes by category when pageable and pinned memory together were largest; `host_modules` by module path."""
     host_modules: dict[str, int]
-    host_timeline: list[TimelinePoint]
-    h2d_bytes: int
-    d2h_bytes: int
-    nvme_read_bytes: int
-    """From files and to them, by operators named `file_read` and `file_write`."""
-    nvme_written_bytes: int
+    host_timeline: list[Moment]
     ops: list[OpUse]
 
     def __str__(self) -> str:
@@ -127,6 +80,26 @@ class Report:
         return "\n".join(lines)
 
     @property
+    def h2d_bytes(self) -> int:
+        return self._moved_bytes("h2d")
+
+    @property
+    def d2h_bytes(self) -> int:
+        return self._moved_bytes("d2h")
+
+    @property
+    def nvme_read_bytes(self) -> int:
+        """From files, by operators named `file_read`; written to them by `file_write`."""
+        return self._moved_bytes("nvme_read")
+
+    @property
+    def nvme_written_bytes(self) -> int:
+        return self._moved_bytes("nvme_write")
+
+    def _moved_bytes(self, way: str) -> int:
+        return sum(op.moved_bytes for op in self.ops if op.kind == way)
+
+    @property
     def flops(self) -> dict[str, int]:
         """Of the device, by kind: matmul, attention, convolution."""
         found: dict[str, int] = {}
@@ -136,111 +109,50 @@ class Report:
         return found
 
 
-def category_of(record: Record, ledger: Ledger) -> str:
-    """What `record` was. What nothing marked is told by its life.
-
-    Made in forward (or in a forward that backward repeats) and still there when it ended: kept
-    for backward. Made in an optimizer step and kept: its state. Made in backward and kept: the
-    gradient of a tensor that no module holds. Freed in the phase it was made in: temporary.
-    Made between phases and freed by backward: kept for it (a loss outside any module).
-    """
-    if record.category is not None and record.category != "inputs":
-        return record.category
-    born = ledger.spans[record.born]
-    died = None if record.died is None else ledger.spans[record.died]
-    if born.repeated:
-        return "temporaries" if record.died == record.born else "activations"
-    if died is not None and died.run == born.run:
-        return "temporaries"
-    if born.phase == FORWARD:
-        return "activations"
-    if born.phase == OPTIMIZER:
-        return "optimizer_state" if died is None else "temporaries"
-    if born.phase == BACKWARD:
-        return "gradients"
-    if record.category is None and died is not None and died.phase == BACKWARD:
-        return "activations"
-    return "inputs" if record.category == "inputs" else "other"
+def used_operators(entries: Iterable[Entry]) -> list[OpUse]:
+    """What the calls of `entries` took in all, by phase."""
+    totals: dict[OpKey, list[int]] = {}
+    for entry in entries:
+        for phase, calls in zip(PHASES, entry.calls, strict=True):
+            if calls and not entry.views:
+                key = (entry.name, phase, entry.dtype, entry.kind, entry.on_device)
+                total = totals.setdefault(key, [0, 0, 0])
+                total[0] += calls
+                total[1] += calls * entry.flops
+                total[2] += calls * entry.moved_bytes
+    return [OpUse(*key, *total) for key, total in sorted(totals.items())]
 
 
-def walk(ledger: Ledger, space: str = DEVICE) -> Iterator[TimelinePoint]:
-    """What is held after every event; the same two dicts each time, updated, with zeros in them."""
-    held = dict.fromkeys(CATEGORIES, 0)
-    modules: dict[str, int] = {}
-    total = 0
-    for event, phase, record, change in _events(ledger, space):
-        total += change
-        held[category_of(record, ledger)] += change
-        modules[record.module] = modules.get(record.module, 0) + change
-        yield TimelinePoint(event, phase, total, held, modules)
-
-
-def _events(ledger: Ledger, space: str) -> Iterator[tuple[int, str, Record, int]]:
-    span = 0
-    spans = ledger.spans
-    spaces = (PAGEABLE, PINNED) if space == HOST else (space,)
-    for event, (record, change) in enumerate(ledger.events):
-        while span + 1 < len(spans) and spans[span + 1].event <= event:
-            span += 1
-        if record.space in spaces:
-            yield event, spans[span].phase, record, change
-
-
-class _Maxima:
-    """Where allocated memory was largest: overall, by phase and by step."""
-
-    def __init__(self, ledger: Ledger, space: str) -> None:
-        self.bytes = dict.fromkeys(PHASES, 0)
-        self.event = dict.fromkeys(PHASES, 0)
-        self.steps = [0] * len(ledger.steps)
-        self.end_bytes = 0
-        self.count = 0
-        total = 0
-        step = 0
-        for event, phase, _, change in _events(ledger, space):
-            total += change
-            self.count += 1
-            while step + 1 < len(ledger.steps) and ledger.steps[step + 1] <= event:
-                step += 1
-                self.steps[step] = total - change  # what the step before left
-            if change > 0 and total > self.bytes[phase]:
-                self.bytes[phase], self.event[phase] = total, event
-            self.steps[step] = max(self.steps[step], total)
-        self.end_bytes = total
-        self.phase = max(PHASES, key=lambda phase: self.bytes[phase])
-        self._step_starts = ledger.steps
-
-    def step_of(self, event: int) -> int:
-        return bisect_right(self._step_starts, event) - 1
-
-
-def peaks(
-    ledger: Ledger, space: str = DEVICE
-) -> tuple[dict[str, Peak], list[TimelinePoint], _Maxima]:
-    """The peak of each phase that has one, and the timeline with a point for each of them."""
-    maxima = _Maxima(ledger, space)
-    wanted = {maxima.event[phase]: phase for phase in PHASES if maxima.bytes[phase]}
-    every = max(1, maxima.count // TIMELINE_POINTS)
-    found: dict[str, Peak] = {}
-    timeline = []
-    for number, now in enumerate(walk(ledger, space)):
-        if now.event not in wanted and number % every:
-            continue
-        held, modules = _filled(now.categories), _filled(now.modules)
-        timeline.append(replace(now, categories=held, modules=modules))
-        if now.event in wanted:
-            peak = Peak(now.event, now.phase, now.allocated_bytes, held, modules)
-            found[wanted[now.event]] = peak
-    return found, timeline, maxima
-
-
-def held_now(ledger: Ledger) -> dict[str, int]:
-    """Bytes by category of what is live."""
-    held = dict.fromkeys(CATEGORIES, 0)
-    for _, _, record, change in _events(ledger, DEVICE):
-        held[category_of(record, ledger)] += change
-    return _filled(held)
-
-
-def _filled(held: dict[str, int]) -> dict[str, int]:
-    return {name: size for name, size in held.items() if size}
+def make_report(card: str, ledger: Ledger, fits: bool, ops: list[OpUse]) -> Report:
+    phases, timeline, maxima = peaks(ledger)
+    top = phases.get(maxima.phase, NOTHING)
+    host_phases, host_timeline, host_maxima = peaks(ledger, HOST)
+    host_top = host_phases.get(host_maxima.phase, NOTHING)
+    allocator = ledger.allocator
+    return Report(
+        card=card,
+        capacity_bytes=allocator.capacity_bytes if allocator else None,
+        fits=fits,
+        peak_allocated_bytes=top.allocated_bytes,
+        peak_active_bytes=allocator.peak_active_bytes if allocator else top.allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes if allocator else top.allocated_bytes,
+        end_allocated_bytes=maxima.end_bytes,
+        peak_phase=top.phase,
+        peak_step=maxima.step_of(top.event) if phases else 0,
+        categories=top.categories,
+        modules_at_peak=top.modules,
+        phases=phases,
+        step_peak_bytes=maxima.steps,
+        timeline=timeline,
+        fragmentation_bytes=allocator.fragmentation_bytes if allocator else 0,
+        largest_free_block_bytes=allocator.largest_free_block_bytes if allocator else 0,
+        host_peak_bytes=host_top.allocated_bytes,
+        host_pageable_peak_bytes=ledger.peak[PAGEABLE],
+        host_pinned_peak_bytes=ledger.peak[PINNED],
+        host_end_bytes=host_maxima.end_bytes,
+        host_peak_phase=host_top.phase,
+        host_categories=host_top.categories,
+        host_modules=host_top.modules,
+        host_timeline=host_timeline,
+        ops=ops,
+    )

@@ -2,17 +2,7 @@
 
 Nothing runs, so nothing can really be late. Instead each stream counts its operators (ticks) and
 keeps a vector clock: up to which tick of every other stream its next operator is ordered after.
-What is not ordered is a race on a real GPU. From the second stream on these are reported:
-
-- an operator, or the host, reads what another stream writes;
-- it writes what another stream writes or reads: tensors on the device, and pinned memory;
-- device memory is freed while another stream uses it, `record_stream` has not named that stream,
-  and the stream that took the memory runs its next operator without having waited.
-
-Not reported: what was launched before the second stream was made; what an operator writes that its
-schema does not name; how long anything takes. Pinned memory may be freed at any time: torch's
-allocator waits for the copies. The parts of a storage are not told apart, and autograd orders the
-stream that runs backward after all others when it begins and when it ends.
+What is not ordered is a race on a real GPU: `races` looks for it.
 """
 
 from __future__ import annotations
@@ -26,10 +16,6 @@ HOST = -1
 """The host's place in the clocks: it may use only what it has waited for."""
 
 Clock = dict[int, int]  # stream id -> last tick known to have happened
-
-
-class RaceError(RuntimeError):
-    """Memory is read, written or given away that another stream may not be done with."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
@@ -126,6 +112,10 @@ class Schedule:
     @property
     def current(self) -> Stream:
         return self.stack[-1] if self.stack else self.default
+
+    @property
+    def current_id(self) -> int:
+        return self.current.stream_id if self.tracking else 0
 
     @property
     def default(self) -> Stream:

@@ -139,10 +139,15 @@ def state_on_device(step: TrainStep) -> Iterator[torch.Tensor]:
             yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
+def n_arrays(config: Config) -> int:
+    """Of a batch: tokens, targets and, where documents are kept apart, where they begin."""
+    return 3 if config.data.document_mask else 2
+
+
 def batch_bytes(config: Config) -> int:
-    """Pinned for tokens, targets and, where documents are kept apart, where they begin."""
-    n_arrays = 3 if config.data.document_mask else 2
-    return n_arrays * pinned_block_bytes(config.micro_batch * config.seq_len * torch.int64.itemsize)
+    return n_arrays(config) * pinned_block_bytes(
+        config.micro_batch * config.seq_len * torch.int64.itemsize
+    )
 
 
 def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -> Report:
@@ -150,21 +155,14 @@ def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -
 
     The window's batches wait on the host.
     """
-    before = {(op.name, op.phase, op.dtype, op.kind, op.on_device): op for op in shorter.ops}
+    before = {op.key: op for op in shorter.ops}
+    none = dict.fromkeys(("calls", "flops", "moved_bytes"), 0)
     ops = []
     for op in report.ops:
-        old = before.get((op.name, op.phase, op.dtype, op.kind, op.on_device))
-        more = {
-            field: getattr(op, field)
-            + n_more * (getattr(op, field) - (getattr(old, field) if old else 0))
-            for field in ("calls", "flops", "moved_bytes")
-        }
+        old = before.get(op.key, replace(op, **none))  # type: ignore[arg-type]
+        by_one = {name: getattr(op, name) - getattr(old, name) for name in none}
+        more = {name: getattr(op, name) + n_more * grown for name, grown in by_one.items()}
         ops.append(replace(op, **more))
-    totals = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_written_bytes")
-    moved = {
-        name: getattr(report, name) + n_more * (getattr(report, name) - getattr(shorter, name))
-        for name in totals
-    }
     scalars_bytes = n_more * SCALAR_BYTES
     return replace(
         report,
@@ -173,7 +171,6 @@ def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -
         peak_active_bytes=report.peak_active_bytes + scalars_bytes,
         host_peak_bytes=report.host_peak_bytes + n_more * batch_bytes,
         host_pinned_peak_bytes=report.host_pinned_peak_bytes + n_more * batch_bytes,
-        **moved,
     )
 
 
@@ -193,11 +190,11 @@ def make_step(
         return [batch() for _ in range(accum)]
 
     def batch() -> Batch:
-        tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
-        targets = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
-        starts = None
-        if config.data.document_mask:
-            starts = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
-        return Batch(tokens, targets, tokens.numel(), starts)
+        arrays = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+            for _ in range(n_arrays(config))
+        ]
+        starts = arrays[2] if len(arrays) > 2 else None
+        return Batch(arrays[0], arrays[1], arrays[0].numel(), starts)
 
     return step, window

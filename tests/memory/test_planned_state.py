@@ -15,8 +15,8 @@ from memtrain.cards import load_card
 from memtrain.engine.build import build_dimensions
 from memtrain.model.transformer import make_transformer
 from memtrain.phantom import PhantomGPU, Report
+from memtrain.phantom.held import walk
 from memtrain.phantom.ledger import DEVICE, PAGEABLE, PINNED, page_bytes
-from memtrain.phantom.report import walk
 from memtrain.planner.predict import make_plan, make_step
 from memtrain.units import GIB, MIB
 

@@ -29,9 +29,9 @@ from memtrain.phantom import (
     RaceError,
     UnsupportedOperator,
 )
-from memtrain.phantom.gpu import FOREACH_TYPES
+from memtrain.phantom.held import walk
 from memtrain.phantom.ledger import DEVICE
-from memtrain.phantom.report import walk
+from memtrain.phantom.patches import FOREACH_TYPES
 
 MIB = 2**20
 GPT = {"vocab": 512, "width": 256, "layers": 3, "heads": 4}
