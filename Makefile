@@ -34,11 +34,12 @@ test: dev  ## the quick tests
 test-slow: dev  ## the tests that `make test` leaves out and that need no GPU
 	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist worksteal $(TEST_ARGS)
 
-check: dev  ## lint, format, types, import contract
+check: dev  ## lint, format, types, import contract, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit/test_sizes.py
 
 gpu-check: dev  ## on a machine with a CUDA GPU: measured against predicted
 	$(BIN)/python benchmarks/gpu_check.py

@@ -134,8 +134,17 @@ def no_effect_warnings(config: Config) -> list[str]:
             found.append(f"{key}={shown} has no effect without {needed}")
     if config.model.config is not None:
         found += _unused_by_hf(config.model, defaults["model"])
-    if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
-        found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
+    return [
+        *found,
+        *_offload_warnings(config),
+        *_segment_warnings(config),
+        *warmup_warnings(config),
+        *_compile_warnings(config),
+    ]
+
+
+def _offload_warnings(config: Config) -> list[str]:
+    found = []
     if (wanted := offloaded_blocks(config)) is not None and not wanted - last_segment(config):
         found.append(_moves_nothing(config))
     if config.optimizer.name == "paged_adamw_8bit":
@@ -146,13 +155,17 @@ def no_effect_warnings(config: Config) -> list[str]:
         found.append(
             "offload.gradients=true changes nothing with accum=1: gradients leave in every backward then"
         )
+    return found
+
+
+def _segment_warnings(config: Config) -> list[str]:
+    found = []
+    if config.checkpointing.policy == "alternate" and config.checkpoint_every <= 1:
+        found.append("checkpointing=alternate recomputes nothing with checkpoint_every below 2")
     if config.checkpoint_every > config.model.n_layers:
         found.append(
             f"checkpoint_every={config.checkpoint_every} is one segment: the model has {config.model.n_layers} layers"
         )
-    found += warmup_warnings(config)
-    if config.compile != "off":
-        found += _compile_warnings(config)
     return found
 
 
@@ -185,6 +198,8 @@ def _moves_nothing(config: Config) -> str:
 
 
 def _compile_warnings(config: Config) -> list[str]:
+    if config.compile == "off":
+        return []
     if config.task == "generate":
         return [f"compile={config.compile} has no effect with task=generate"]
     if config.task == "plan" or (config.task == "train" and config.plan == "on"):

@@ -1,0 +1,1 @@
+"""Small matrices beside frozen large ones: empty so far."""

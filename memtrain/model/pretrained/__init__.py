@@ -1,0 +1,1 @@
+"""Models that others trained, in and out: empty so far."""
