@@ -38,7 +38,7 @@ def check_single_process(environment: Mapping[str, str], launcher: str | None) -
         size = environment.get(count, "1")
         if size.isdigit() and int(size) > 1:
             raise UserError(
-                f"{count}={size}: several ranks are not available yet, each would be a run of its own; "
+                f"{count}={size}: several ranks are not supported yet: each would train by itself; "
                 "start one process"
             )
 
@@ -95,8 +95,8 @@ def check_asked(folder: Path) -> None:
     """Raises UserError for a run that Hydra started without asking `OwnFolder`, as --experimental-rerun does."""
     if not _asked:
         raise UserError(
-            f"{folder}: Hydra did not ask whose this folder is (--experimental-rerun, or other hydra.callbacks), "
-            "so what is there could be lost; type the run's overrides again"
+            f"{folder}: Hydra skipped the check of this folder (--experimental-rerun, or other hydra.callbacks), "
+            "so a run in it could be overwritten; type the run's overrides again"
         )
 
 

@@ -239,7 +239,7 @@ def goes_on_in(folder: Path, resume: str | None, base: Path) -> bool:
     checkpoint = there if resume == "latest" else named_checkpoint(resume, base)
     if checkpoint is None:
         raise UserError(
-            f"resume={resume}: no whole checkpoint in {resume}; start without it, or name another run"
+            f"resume={resume}: no complete checkpoint in {resume}; drop resume, or name another run"
         )
     if not there.samefile(checkpoint):
         raise UserError(

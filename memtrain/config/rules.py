@@ -76,11 +76,13 @@ def _paths_are_given(config: Config) -> None:
 def _length_is_said_once(config: Config) -> None:
     if config.epochs is None:
         if config.steps is None:
-            raise UserError("steps=null: how long? give steps or epochs a number")
+            raise UserError("steps=null: set steps or epochs to a number")
         return
     key = f"epochs={config.epochs:g}"
     if config.steps is not None:
-        raise UserError(f"{key}: steps={config.steps} says how long, too; set one of them to null")
+        raise UserError(
+            f"{key}: steps={config.steps} also sets the length; set one of the two to null"
+        )
     if config.data.source == "random":
         raise UserError(f"{key}: data=random has no end; use steps")
 
@@ -227,7 +229,7 @@ ELEMENTWISE = ("adamw", "lion", "sgd")
 
 def _checkpoints_can_be_kept(config: Config) -> None:
     if config.keep == 0:
-        raise UserError("keep=0: would keep no checkpoint; use 1 or more, or -1 for all")
+        raise UserError("keep=0: keeps no checkpoint; use 1 or more, or -1 for all")
     if config.resume == "":
         raise UserError("resume=: is empty; name a run's folder or a checkpoint's, or latest")
     if config.resume is not None and config.task != "train":
@@ -273,7 +275,7 @@ def _steps_in_backward(config: Config) -> None:
     key = "optimizer.in_backward=true"
     if optimizer_home(config) != "device":
         raise UserError(
-            f"{key}: offload={config.offload.mode} already lets gradients go in backward; drop one of the two"
+            f"{key}: offload={config.offload.mode} already frees gradients in backward; drop one of the two"
         )
     if config.accum > 1:
         raise UserError(

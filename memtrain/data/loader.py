@@ -110,12 +110,11 @@ class Windows(ABC):
         epoch, sample = state["epoch"], state["sample"]
         if state["content"] != self._content:
             raise UserError(
-                "the data has changed: its tokens are not those that the run began with; "
-                "bring them back, or start a run of its own"
+                "the data has changed since the run began; restore it, or start a new run"
             )
         if epoch < 0 or not 0 <= sample < self.n_samples:
             raise UserError(
-                f"cannot go on at sample {sample} of epoch {epoch}: the data has {self.n_samples} "
+                f"cannot resume at sample {sample} of epoch {epoch}: the data has {self.n_samples} "
                 "samples: resume with the data and seq_len of the first run"
             )
         self.close()

@@ -265,7 +265,7 @@ def read_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def not_ours(path: Path) -> UserError:
-    return UserError(f"{path}: not what a checkpoint holds there; resume from another one")
+    return UserError(f"{path}: not a checkpoint's file; resume from another checkpoint")
 
 
 def restore_tensors(

@@ -137,7 +137,7 @@ def check_changes(
     for key, then, now in found:
         if key.startswith(FIXED) and key not in FREE_IN_FIXED:
             raise UserError(
-                f"{key}={now}: the run that is resumed has {then}; keep it, or start a run of its own"
+                f"{key}={now}: the run that is resumed has {then}; keep it, or start a new run"
             )
     sizes = [tree["micro_batch"] * tree["accum"] for tree in (old, new)]
     if sizes[0] != sizes[1]:

@@ -130,7 +130,7 @@ def check_same(begun: Path, overrides: list[str]) -> None:
     before = read_overrides(begun)
     if before != overrides:
         raise UserError(
-            f"sweep.resume=true: {begun.parent} was begun with {' '.join(before)}; bring that back, or sweep anew"
+            f"sweep.resume=true: {begun.parent} was begun with {' '.join(before)}; restore those, or start a new sweep"
         )
 
 
@@ -197,4 +197,6 @@ def read_overrides(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{file}: cannot be read ({error}); restore it, or sweep anew") from error
+        raise UserError(
+            f"{file}: cannot be read ({error}); restore it, or start a new sweep"
+        ) from error

@@ -123,7 +123,7 @@ def earlier_sweep(fresh: Path, overrides: list[str]) -> Path:
     same = [file for file in files if read_overrides(file) == overrides]
     if not same:
         raise UserError(
-            f"sweep.resume=true: no sweep of the same overrides in {fresh.parent}; start it without"
+            f"sweep.resume=true: no sweep of the same overrides in {fresh.parent}; drop sweep.resume"
         )
     return max(same, key=lambda file: file.stat().st_mtime).parent
 

@@ -41,7 +41,7 @@ def resume(
     """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""
     checkpoint = wanted_checkpoint(config, place)
     for path in damaged(checkpoint.parent.parent):
-        console.print_warning(f"{path}: not whole; left alone")
+        console.print_warning(f"{path}: incomplete; ignored")
     old = read_config(checkpoint)
     found = changes(old, chosen)
     try:
@@ -71,7 +71,7 @@ def wanted_checkpoint(config: Config, place: Place) -> Path:
     if checkpoint is None:
         where = unsaved_run(place.folder) if latest else config.resume
         raise UserError(
-            f"resume={config.resume}: no whole checkpoint in {where}; start without it, or name another run"
+            f"resume={config.resume}: no complete checkpoint in {where}; drop resume, or name another run"
         )
     return checkpoint
 

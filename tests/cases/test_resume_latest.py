@@ -25,5 +25,5 @@ def test_it_goes_on_from_the_last_step(
 def test_nothing_to_go_on_with(run: Run, tmp_path: Path) -> None:
     finished = run("debug=tiny", "name=other", "resume=latest", outputs=tmp_path)
     assert finished.returncode == 2
-    assert "resume=latest: no whole checkpoint" in finished.stderr.splitlines()[-1]
+    assert "resume=latest: no complete checkpoint" in finished.stderr.splitlines()[-1]
     assert "step 1/" not in finished.stdout

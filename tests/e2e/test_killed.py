@@ -399,7 +399,7 @@ def test_a_second_signal_does_not_wait_for_the_save(start: Start, run: Run, tmp_
     assert not (wide_run / "summary.json").exists()
     if not whole_ones(wide_run):
         assert (
-            "no whole checkpoint"
+            "no complete checkpoint"
             in run(*wide, "name=wide", "resume=latest", outputs=tmp_path).stderr
         )
         return

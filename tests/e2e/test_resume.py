@@ -297,7 +297,7 @@ def test_another_run_is_refused_and_the_old_one_stays(
     line = one_error_line(
         run(*TINY, "steps=5", change, f"resume={short}", outputs=short.parents[2])
     )
-    assert key in line and "start a run of its own" in line
+    assert key in line and "start a new run" in line
     assert files(short) == before
 
 
@@ -322,7 +322,7 @@ def short(made: Path, tmp_path: Path) -> Path:
 
 def test_there_has_to_be_one(run: Run, tmp_path: Path) -> None:
     line = one_error_line(run(*TINY, "resume=latest", outputs=tmp_path))
-    assert "resume=latest: no whole checkpoint in" in line
+    assert "resume=latest: no complete checkpoint in" in line
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -345,7 +345,7 @@ def test_latest_is_the_youngest_whole_one_of_that_name(run: Run, short: Path) ->
         )
     )
     assert f"resumed    {folder}/step_00000003, step 3 of 5" in resumed.stdout
-    assert f"warning: {folder}/step_00000004: not whole; left alone" in resumed.stderr
+    assert f"warning: {folder}/step_00000004: incomplete; ignored" in resumed.stderr
     assert [record["step"] for record in records(short)] == [1, 2, 3, 4, 5]
     assert checkpoints(short) == [f"step_0000000{step}" for step in range(1, 6)]
 
@@ -354,7 +354,7 @@ def test_latest_in_a_folder_of_ones_own_is_the_run_in_it(run: Run, short: Path) 
     """Not one beside it."""
     own = short.with_name("own")
     line = one_error_line(run(*TINY, "steps=9", "resume=latest", folder=own))
-    assert f"no whole checkpoint in {own}" in line
+    assert f"no complete checkpoint in {own}" in line
     ok(run(*TINY, "steps=9", "resume=latest", folder=short))
     assert summary(short)["steps"] == 9
 
@@ -388,7 +388,7 @@ def test_latest_does_not_pass_over_a_run_that_saved_nothing(run: Run, short: Pat
     (last,) = (folder for folder in short.parent.iterdir() if folder != short)
     before = files(short)
     line = one_error_line(run(*TINY, "name=short", "steps=9", "resume=latest", outputs=outputs))
-    assert f"no whole checkpoint in {last}; start without it, or name another run" in line
+    assert f"no complete checkpoint in {last}; drop resume, or name another run" in line
     assert files(short) == before
 
 
@@ -409,7 +409,7 @@ def test_any_damaged_file_is_noticed(name: str, run: Run, short: Path) -> None:
         file.write('7\n{"loss": 1}\n')
     resumed = ok(run(*TINY, "steps=4", f"resume={short}", outputs=short.parents[2]))
     assert "step_00000003, step 3 of 4" in resumed.stdout
-    assert "step_00000004: not whole" in resumed.stderr
+    assert "step_00000004: incomplete" in resumed.stderr
 
 
 def test_an_older_checkpoint_begins_a_run_of_its_own(run: Run, short: Path) -> None:
@@ -602,7 +602,7 @@ def test_the_text_has_to_be_the_same_wherever_it_lies(run: Run, tmp_path: Path) 
     (tmp_path / "corpus.txt").write_text("".join(f"{i} is {i * i}\n" for i in reversed(range(200))))
     more = [*text, "steps=6", "resume=latest"]
     line = one_error_line(run(*more, "data.path=corpus.txt", **where))
-    assert "the data has changed" in line and "start a run of its own" in line
+    assert "the data has changed" in line and "start a new run" in line
     resumed = ok(run(*more, "data.path=moved.txt", **where))
     assert "step 3 of 6" in resumed.stdout and "data.path" in resumed.stdout
 

@@ -167,7 +167,7 @@ def test_a_state_with_another_content_is_refused(run: Run, outputs: Path, wrong:
     torch.save(state, changed)
     replace_file(path, changed.getvalue())
     resume = [*TRAINING, "steps=4", f"resume={checkpoint_of(outputs)}"]
-    assert "not what a checkpoint holds" in one_line_refusal(run(*resume, outputs=outputs))
+    assert "not a checkpoint's file" in one_line_refusal(run(*resume, outputs=outputs))
 
 
 def test_a_config_of_a_checkpoint_without_its_parts_is_refused(run: Run, outputs: Path) -> None:
