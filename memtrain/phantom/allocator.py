@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -54,18 +55,16 @@ class OutOfMemoryError(torch.OutOfMemoryError):
         )
 
 
+@dataclass(eq=False, slots=True)
 class Block:
     """A contiguous piece of one segment. `prev` and `next` are its neighbours in the segment."""
 
-    __slots__ = ("address", "free", "next", "pool", "prev", "size_bytes")
-
-    def __init__(self, address: int, size_bytes: int, pool: Pool) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.pool = pool
-        self.free = False
-        self.prev: Block | None = None
-        self.next: Block | None = None
+    address: int
+    size_bytes: int
+    pool: Pool
+    free: bool = False
+    prev: Block | None = None
+    next: Block | None = None
 
 
 class Pool:

@@ -14,15 +14,14 @@ HOOK_DICTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _tensor_data: Any = torch.Tensor.data
 
 
-def get_data(self: Any) -> Any:
-    return _tensor_data.__get__(self)
-
-
-def set_data(self: Any, value: Any) -> None:
+def _set_data(self: Any, value: Any) -> None:
     """`parameter.data = value` moves the parameter to where `value` is."""
     _tensor_data.__set__(self, value)
     if isinstance(value, FakeTensor):
         self.fake_device = value.fake_device
+
+
+data = property(_tensor_data.__get__, _set_data)
 
 
 def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:

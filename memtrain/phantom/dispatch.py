@@ -6,6 +6,7 @@ FakeTensorMode; what it returned, and what it costs, is kept as an `Entry` and r
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,39 +32,23 @@ FILES = {"file_read": "nvme_read", "file_write": "nvme_write"}
 """Operators of any library that move their tensors from or to a file, by name, and the kind they are."""
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """What one call of an operator returns and costs."""
 
-    __slots__ = (
-        "calls",
-        "container",
-        "cublas",
-        "dtype",
-        "flops",
-        "kind",
-        "moved_bytes",
-        "name",
-        "on_device",
-        "results",
-        "returns_arg",
-        "temporaries",
-        "views",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.container: type | None = None
-        self.results: list[Any] = []
-        self.returns_arg: int | None = None
-        self.views = False
-        self.on_device = False
-        self.cublas = False
-        self.temporaries: list[int] = []
-        self.kind = "other"
-        self.flops = 0
-        self.moved_bytes = 0
-        self.dtype = ""
-        self.calls = [0, 0, 0, 0]  # by phase
+    name: str
+    container: type | None = None
+    results: list[Any] = field(default_factory=list)
+    returns_arg: int | None = None
+    views: bool = False
+    on_device: bool = False
+    cublas: bool = False
+    temporaries: list[int] = field(default_factory=list)
+    kind: str = "other"
+    flops: int = 0
+    moved_bytes: int = 0
+    dtype: str = ""
+    calls: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # by phase
 
 
 def metadata_key(func: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> tuple[Any, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,20 +41,14 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
 
+@dataclass(eq=False)
 class Fakes:
     """Turns tensors into those of `mode`, with the dispatch keys of device `keys_of` if it is given."""
 
-    def __init__(
-        self,
-        mode: FakeTensorMode,
-        keys_of: torch.device | None,
-        storages: Storages,
-        watch: ModuleWatch,
-    ) -> None:
-        self.mode = mode
-        self.keys_of = keys_of
-        self.storages = storages
-        self.watch = watch
+    mode: FakeTensorMode
+    keys_of: torch.device | None
+    storages: Storages
+    watch: ModuleWatch
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns, as tensors of this run."""

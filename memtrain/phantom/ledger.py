@@ -6,6 +6,7 @@ import mmap
 import re
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memtrain.phantom.allocator import Block, CachingAllocator, allocator_settings
@@ -49,6 +50,7 @@ class StorageRef(weakref.ref):  # type: ignore[type-arg]
     record: Record
 
 
+@dataclass(eq=False, slots=True)
 class Record:
     """One storage, or one block a kernel took for itself.
 
@@ -56,43 +58,22 @@ class Record:
     `born` and `died` number the spans (stretches of one phase) in which it was made and freed.
     """
 
-    __slots__ = (
-        "asked_bytes",
-        "block",
-        "born",
-        "category",
-        "died",
-        "key",
-        "module",
-        "op",
-        "readers",
-        "ref",
-        "size_bytes",
-        "space",
-        "stream",
-        "users",
-        "write_stream",
-        "write_tick",
-    )
-
-    def __init__(
-        self, space: str, size_bytes: int, op: str, module: str, born: int, stream: int
-    ) -> None:
-        self.space = space
-        self.asked_bytes = self.size_bytes = size_bytes
-        self.op = op
-        self.module = module
-        self.born = born
-        self.died: int | None = None
-        self.stream = stream
-        self.category: str | None = None
-        self.block: Block | None = None
-        self.key = 0
-        self.ref: StorageRef | None = None
-        self.users: frozenset[int] = frozenset()  # other streams, by `record_stream`
-        self.write_stream = stream
-        self.write_tick = 0
-        self.readers: dict[int, int] | None = None  # streams and their ticks, since the last write
+    space: str
+    asked_bytes: int
+    size_bytes: int
+    op: str
+    module: str
+    born: int
+    stream: int
+    died: int | None = None
+    category: str | None = None
+    block: Block | None = None
+    key: int = 0
+    ref: StorageRef | None = None
+    users: frozenset[int] = frozenset()  # other streams, by `record_stream`
+    write_stream: int = 0
+    write_tick: int = 0
+    readers: dict[int, int] | None = None  # streams and their ticks, since the last write
 
     def uses(self) -> dict[int, int]:
         """The streams whose work on it is not known to be over, and the last tick of each."""
@@ -129,7 +110,8 @@ class Ledger:
         """A new record. Raises OutOfMemoryError, and has then changed nothing."""
         if space == PINNED:
             size_bytes = self.pinned_bytes(size_bytes)
-        record = Record(space, size_bytes, op, module, len(self.spans) - 1, stream)
+        born = len(self.spans) - 1
+        record = Record(space, size_bytes, size_bytes, op, module, born, stream)
         if not size_bytes:
             return record
         if space == DEVICE and self.allocator is not None:

@@ -6,7 +6,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import reduce, wraps
 from typing import Any
 
@@ -34,9 +34,12 @@ Patch = tuple[Any, str, Any]
 
 def patch(meter: Meter, stack: ExitStack) -> None:
     """Until `stack` ends."""
-    stack.enter_context(_quiet_log("torch._subclasses.fake_tensor"))
+    # FakeTensorMode logs a traceback before it raises what the meter says in one line.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    stack.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.CRITICAL)
     for owner, name, value in _of_torch(meter):
-        stack.enter_context(_patched(owner, name, value))
+        _put(stack, owner, name, value)
     meter.watch.on_new_root = _adapter_of_libraries(meter, stack.enter_context(ExitStack()))
     meter.watch.on_new_root()
 
@@ -53,9 +56,9 @@ def behave_as_cuda(meter: Meter, stack: ExitStack) -> None:
         clear()
         autocast.clear_weight_cache()
 
-    stack.enter_context(_patched(torch, "clear_autocast_cache", clear_both))
+    _put(stack, torch, "clear_autocast_cache", clear_both)
     hint = _as_on_cuda(meter.device_type, _meta_registrations.device_hint)
-    stack.enter_context(_patched(_meta_registrations, "device_hint", hint))
+    _put(stack, _meta_registrations, "device_hint", hint)
     for types in FOREACH_TYPES:
         types.append(FakeTensor)
         stack.callback(types.remove, FakeTensor)
@@ -72,36 +75,16 @@ def _of_torch(meter: Meter) -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _resize(meter)
     yield nn.Module, "_apply", arrivals.apply
     yield DataLoader, "_get_iterator", _in_process(DataLoader)
-    yield FakeTensor, "data", property(arrivals.get_data, arrivals.set_data)
+    yield FakeTensor, "data", arrivals.data
 
 
-@contextmanager
-def _quiet_log(name: str) -> Iterator[None]:
-    """FakeTensorMode logs a traceback before it raises what the meter says in one line."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-_MISSING = object()
-
-
-@contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside, and afterwards what it was (inherited included)."""
-    before = vars(owner).get(name, _MISSING)
+def _put(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """`owner.name` is `value` until `stack` ends, and then what it was (inherited included)."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
     setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _as_on_cuda(device_type: str, device_hint: Any) -> Any:
@@ -192,7 +175,7 @@ def _adapter_of_libraries(meter: Meter, stack: ExitStack) -> Callable[[], None]:
             owner = reduce(getattr, owners, sys.modules[name])
             if hasattr(owner, attribute):
                 value = change(meter, getattr(owner, attribute))
-                stack.enter_context(_patched(owner, attribute, value))
+                _put(stack, owner, attribute, value)
 
     return adapt
 

@@ -15,6 +15,7 @@ stream that runs backward after all others when it begins and when it ends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,23 +30,16 @@ from memtrain.phantom.streams import HOST, Schedule, merge
 aten = torch.ops.aten
 
 
+@dataclass(eq=False)
 class Races:
     """Checks an operator against the clocks before it runs (`check`), and notes it after (`note`)."""
 
-    def __init__(
-        self,
-        device_type: str,
-        ledger: Ledger,
-        schedule: Schedule,
-        watch: ModuleWatch,
-        failures: Failures,
-    ) -> None:
-        self.device_type = device_type
-        self.ledger = ledger
-        self.schedule = schedule
-        self.watch = watch
-        self.failures = failures
-        self._freed_early: list[tuple[Record, dict[int, int]]] = []
+    device_type: str
+    ledger: Ledger
+    schedule: Schedule
+    watch: ModuleWatch
+    failures: Failures
+    _freed_early: list[tuple[Record, dict[int, int]]] = field(default_factory=list)
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
         inputs = flat_tensors(args, kwargs)

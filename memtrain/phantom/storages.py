@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,28 +17,19 @@ from memtrain.phantom.races import Races
 from memtrain.phantom.streams import Schedule
 
 
+@dataclass(eq=False)
 class Storages:
     """Enters in the ledger what tensors of `mode` take, and what they are."""
 
-    def __init__(
-        self,
-        device_type: str,
-        mode: FakeTensorMode,
-        ledger: Ledger,
-        schedule: Schedule,
-        watch: ModuleWatch,
-        races: Races,
-        failures: Failures,
-    ) -> None:
-        self.device_type = device_type
-        self.mode = mode
-        self.ledger = ledger
-        self.schedule = schedule
-        self.watch = watch
-        self.races = races
-        self.failures = failures
-        self._workspaces: set[tuple[bool, int]] = set()
-        self._pending: list[tuple[Record, dict[int, int]]] = []
+    device_type: str
+    mode: FakeTensorMode
+    ledger: Ledger
+    schedule: Schedule
+    watch: ModuleWatch
+    races: Races
+    failures: Failures
+    _workspaces: set[tuple[bool, int]] = field(default_factory=set)
+    _pending: list[tuple[Record, dict[int, int]]] = field(default_factory=list)
 
     def see(self, t: Any, op: str, pinned: bool = False) -> None:
         """Count the storage of `t`, which is not known yet."""
@@ -135,7 +127,7 @@ class Storages:
             return
         new = self._allocate(record.space, size_bytes, record.op)
         # Who had the block before is done then.
-        new.write_tick = self.schedule.last_tick(new.stream)
+        new.write_stream, new.write_tick = new.stream, self.schedule.last_tick(new.stream)
         self._free(record)
         new.category, new.module = record.category, record.module
         self.ledger.watch(new, storage)

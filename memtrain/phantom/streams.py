@@ -45,8 +45,7 @@ class Stream(torch.Stream):
         schedule().ordered()
 
     def wait_stream(self, stream: Any) -> None:
-        merge(self.clock, stream.clock)
-        schedule().ordered()
+        self.wait_event(stream)
 
     def record_event(self, event: Any = None) -> Any:
         event = Event() if event is None else event

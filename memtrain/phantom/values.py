@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +16,16 @@ from memtrain.phantom.streams import HOST, Schedule, merge
 VALUES_PER_STEP = 10_000
 
 
+@dataclass(eq=False)
 class Values:
     """Zeros, and an end to a program that reads too many of them."""
 
-    def __init__(
-        self, device_type: str, schedule: Schedule, watch: ModuleWatch, races: Races
-    ) -> None:
-        self.device_type = device_type
-        self.schedule = schedule
-        self.watch = watch
-        self.races = races
-        self.n_read = 0
-        """Since the last backward or optimizer step."""
+    device_type: str
+    schedule: Schedule
+    watch: ModuleWatch
+    races: Races
+    n_read: int = 0
+    """Since the last backward or optimizer step."""
 
     def item(self, t: Any) -> Any:
         self._count(t)

@@ -1,5 +1,6 @@
 """What would make a run fit: its neighbours, planned, the cheapest first."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,7 +180,7 @@ def merged(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
     """`overrides` without what `changes` sets anew, and `changes`, quoted for a shell where needed."""
     keys = {key for change in changes for key in keys_set(change)}
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in keys]
-    return [quoted(text) for text in (*kept, *changes)]
+    return [shlex.quote(text) for text in (*kept, *changes)]
 
 
 def keys_set(override: str) -> Iterator[str]:
@@ -199,8 +200,3 @@ def leaf_keys(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
             yield from leaf_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def quoted(text: str) -> str:
-    plain = all(letter.isalnum() or letter in "=._-/,:+@%" for letter in text)
-    return text if plain else "'" + text.replace("'", "'\\''") + "'"
