@@ -187,7 +187,7 @@ def build_model(config: Config, dimensions: Dimensions, device: torch.device) ->
     """Weights go where they live as they are made; then `TECHNIQUES` change the model, one after the other."""
     offload = build_param_offload(config, device)
     place = offload.place if offload else lambda parameter: None
-    model = make_transformer(dimensions, device, weight_dtype(config), place)
+    model = make_transformer(dimensions, device, weight_dtype(config), place=place)
     model.elsewhere = offload
     for apply in TECHNIQUES:
         apply(config, model)

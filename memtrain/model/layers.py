@@ -3,6 +3,8 @@
 Shapes: B batch, T sequence, C model width, H query heads, K key/value heads, D head width, F hidden width of the MLP.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +20,71 @@ def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:
     return nn.LayerNorm(dim, eps=eps, bias=bias)
 
 
-def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for sequences longer than those of pretraining."""
+
+    kind: str
+    """`linear`; `llama3` (Dubey et al. 2024), slow ones only; `yarn` (Peng et al. 2023), slow ones and all scores."""
+    factor: float
+    original_max_seq_len: int = 0
+    """The sequences of pretraining, which say what is slow."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    """For `llama3`: turns in `original_max_seq_len` below which all, and above which none of `factor` applies."""
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    """The same for `yarn`."""
+    attention_factor: float = 1.0
+    """For `yarn`: cos and sin are multiplied by it."""
+
+
+def rotary_table(
+    seq_len: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
+) -> Tensor:
     """cos and sin of rotary positions (Su et al. 2021), fp32, (2, T, D)."""
     inverse = theta ** (
         -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     )
+    if scaling is not None:
+        inverse = scaled(inverse, theta, scaling)
     angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), inverse)
     angles = torch.cat((angles, angles), dim=-1)  # (T, D)
-    return torch.stack((angles.cos(), angles.sin()))
+    table = torch.stack((angles.cos(), angles.sin()))
+    return table if scaling is None else table * scaling.attention_factor
+
+
+def scaled(inverse: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Frequencies (D / 2,) as `scaling` wants them."""
+    slow = inverse / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    if scaling.kind == "llama3":
+        turns = inverse * scaling.original_max_seq_len / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
+        kept = 1 - yarn_ramp(inverse, theta, scaling)
+    return slow * (1 - kept) + inverse * kept
+
+
+def yarn_ramp(inverse: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """0 for frequencies that stay, 1 for those divided by the whole factor, a line between."""
+    n_frequencies = len(inverse)
+
+    def place(turns: float) -> float:
+        """Of the frequency that makes so many turns in a sequence of pretraining."""
+        length = scaling.original_max_seq_len / (2 * math.pi * turns)
+        return n_frequencies * math.log(length) / math.log(theta)
+
+    first = max(math.floor(place(scaling.beta_fast)), 0)
+    last = min(math.ceil(place(scaling.beta_slow)), 2 * n_frequencies - 1)
+    places = torch.arange(n_frequencies, device=inverse.device, dtype=torch.float32)
+    return ((places - first) / (last - first or 0.001)).clamp(0, 1)
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
@@ -42,8 +101,8 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to the scores so that a token sees its own document up to itself: 0 or -inf, (B, 1, T, T).
 
-    `starts` (B, T) says where the token's document begins. In the type of the queries, and not as booleans: of those
-    every block would make and keep a copy of its own.
+    `starts` (B, T) says where the token's document, or its window, begins. In the type of the queries, and not as
+    booleans: of those every block would make and keep a copy of its own.
     """
     place = torch.arange(starts.shape[1], device=starts.device)
     seen = (place <= place[:, None]) & (place >= starts[..., None])  # (B, T, T)
@@ -124,26 +183,52 @@ class _LinearForward(torch.autograd.Function):
         return grads[0], None, None, None
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Fewer key/value heads than heads is grouped-query (Ainslie et al. 2023)."""
+
+    n_query: int
+    n_kv: int
+    width: int
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Of the queries, keys and values in the matrix that makes all three."""
+        return self.n_query * self.width, self.n_kv * self.width, self.n_kv * self.width
+
+
 class Attention(nn.Module):
-    """Causal self-attention; fewer key/value heads than heads is grouped-query (Ainslie et al. 2023)."""
+    """Causal self-attention; `qk_norm_eps` normalises each query and key over its head."""
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, bias: bool, qkv_bias: bool, dropout: float
+        self,
+        dim: int,
+        heads: Heads,
+        qkv_bias: bool,
+        out_bias: bool,
+        dropout: float,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
+        self.n_heads, self.n_kv_heads, self.head_dim = heads.n_query, heads.n_kv, heads.width
         self.dropout = dropout
-        self.qkv = Linear(dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=qkv_bias)
-        self.out = Linear(dim, dim, bias=bias)
+        self.qkv = Linear(dim, sum(heads.rows), bias=qkv_bias)
+        self.out = Linear(heads.rows[0], dim, bias=out_bias)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = nn.RMSNorm(heads.width, eps=qk_norm_eps)
+            self.k_norm = nn.RMSNorm(heads.width, eps=qk_norm_eps)
 
     def forward(
         self, x: Tensor, rotary: Tensor | None, mask: Tensor | None = None
     ) -> Tensor:  # (B, T, C) -> (B, T, C)
-        B, T, C = x.shape
+        B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         q, k, v = heads.transpose(1, 2).split(
             (self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         grouped = self.n_kv_heads != self.n_heads
@@ -159,18 +244,19 @@ class Attention(nn.Module):
             is_causal=mask is None,
             enable_gqa=grouped and mask is None,
         )
-        return self.out(y.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
 class GeluMLP(nn.Module):
-    """Two matrices with the tanh approximation of GELU between them, as in GPT-2."""
+    """Two matrices with GELU between them, as in GPT-2: its tanh approximation, or the exact one."""
 
-    def __init__(self, dim: int, hidden: int, bias: bool) -> None:
+    def __init__(self, dim: int, hidden: int, bias: bool, exact: bool = False) -> None:
         super().__init__()
         self.up, self.down = Linear(dim, hidden, bias=bias), Linear(hidden, dim, bias=bias)
+        self.approximate = "none" if exact else "tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
 
 
 class SwigluMLP(nn.Module):
@@ -186,7 +272,7 @@ class SwigluMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); of what all blocks share it takes what it uses."""
 
     def __init__(
         self,
@@ -195,13 +281,27 @@ class Block(nn.Module):
         mlp_norm: nn.Module,
         mlp: nn.Module,
         dropout: float,
+        rotates: bool = True,
+        windowed: bool = False,
     ) -> None:
         super().__init__()
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.rotates, self.windowed = rotates, windowed
 
-    def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        mask: Tensor | None = None,
+        window_mask: Tensor | None = None,
+    ) -> Tensor:
+        """`window_mask`: None where no window is shorter than the sequence."""
+        if self.windowed and window_mask is not None:
+            mask = window_mask
+        if not self.rotates:
+            rotary = None
         x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
         return self.feed_forward(x)
 

@@ -12,6 +12,8 @@ from memtrain.model.layers import (
     Attention,
     Block,
     GeluMLP,
+    Heads,
+    RopeScaling,
     SwigluMLP,
     document_mask,
     make_norm,
@@ -23,7 +25,7 @@ from memtrain.model.layers import (
 class Segment:
     """One or more consecutive blocks: hidden states (B, T, C) and what all blocks share in, hidden states out.
 
-    Shared are the rotary table and, where documents are kept apart, the mask.
+    Shared are the rotary table, the mask where documents are kept apart, and that of blocks with a window.
     """
 
     blocks: list[int]
@@ -53,17 +55,61 @@ class Dimensions:
     bias: bool = True
     qkv_bias: bool = True
     dropout: float = 0.0
+    head_dim: int | None = None
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    """How many tokens, itself included, a token sees in `window_layers`."""
+    window_layers: tuple[int, ...] | None = None
+    """None: all."""
+    no_rope_layers: tuple[int, ...] = ()
+    out_bias: bool | None = None
+    """Of the attention's output; None: as `bias`."""
+    mlp_bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        """JSON has neither tuples nor dataclasses."""
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        object.__setattr__(self, "no_rope_layers", tuple(self.no_rope_layers))
+        if self.window_layers is not None:
+            object.__setattr__(self, "window_layers", tuple(self.window_layers))
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.n_heads, self.n_kv_heads, self.head_dim or self.dim // self.n_heads)
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """The layers with a window."""
+        if self.window is None:
+            return ()
+        return tuple(range(self.n_layers)) if self.window_layers is None else self.window_layers
 
 
-def make_block(d: Dimensions) -> Block:
-    mlp = SwigluMLP if d.activation == "swiglu" else GeluMLP
+def make_block(d: Dimensions, index: int = 0) -> Block:
+    out_bias, mlp_bias = (d.bias if b is None else b for b in (d.out_bias, d.mlp_bias))
     return Block(
         make_norm(d.norm, d.dim, d.norm_eps, d.bias),
-        Attention(d.dim, d.n_heads, d.n_kv_heads, d.bias, d.qkv_bias, d.dropout),
+        Attention(
+            d.dim, d.heads, d.qkv_bias, out_bias, d.dropout, d.norm_eps if d.qk_norm else None
+        ),
         make_norm(d.norm, d.dim, d.norm_eps, d.bias),
-        mlp(d.dim, d.ffn_dim, d.bias),
+        make_mlp(d, mlp_bias),
         d.dropout,
+        rotates=index not in d.no_rope_layers,
+        windowed=index in d.windowed,
     )
+
+
+def make_mlp(d: Dimensions, bias: bool) -> nn.Module:
+    if d.activation == "swiglu":
+        return SwigluMLP(d.dim, d.ffn_dim, bias)
+    return GeluMLP(d.dim, d.ffn_dim, bias, exact=d.activation == "gelu_erf")
+
+
+Fill = Callable[[str, nn.Parameter], None]
+"""Gives a parameter, known by its name, its values."""
 
 
 class WeightHome(Protocol):
@@ -90,7 +136,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(d.vocab_size, d.dim)
         self.positions = nn.Embedding(d.max_seq_len, d.dim) if d.positions == "learned" else None
         self.dropout = nn.Dropout(d.dropout) if d.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(make_block(d) for _ in range(d.n_layers))
+        self.blocks = nn.ModuleList(make_block(d, index) for index in range(d.n_layers))
         self.norm = make_norm(d.norm, d.dim, d.norm_eps, d.bias)
         self.head = nn.Linear(d.dim, d.vocab_size, bias=False)
         self.tie()
@@ -114,20 +160,23 @@ class Transformer(nn.Module):
         self, tokens: Tensor, starts: Tensor | None = None
     ) -> Tensor:  # (B, T) -> (B, T, C)
         """With `starts` (B, T), where each token's document begins, documents do not see each other."""
-        T = tokens.shape[1]
+        T, d = tokens.shape[1], self.dimensions
         x = self.embedding(tokens)
         shared: list[Tensor | None] = [None]  # what every block is given
         if self.positions is not None:
             learned = self.positions
             x = x + (learned.weight[:T] if starts is None else learned(places(starts)))
         else:
-            d = self.dimensions
-            table = rotary_table(T, d.dim // d.n_heads, d.rope_theta, tokens.device)
+            table = rotary_table(T, d.heads.width, d.rope_theta, tokens.device, d.rope_scaling)
             # (2, T, D) or (2, B, 1, T, D)
             shared = [table if starts is None else table[:, places(starts)].unsqueeze(2)]
         x = self.dropout(x)
         if starts is not None:
             shared.append(document_mask(starts, compute_dtype(x)))
+        if d.window is not None and d.window < T:
+            shared += [None] * (2 - len(shared))
+            seen_from = window_starts(T, d.window, starts, tokens.device)
+            shared.append(document_mask(seen_from, compute_dtype(x)))
         for segment in self.segments:
             x = segment(x, *shared)
         return self.norm(x)  # type: ignore[no-any-return]
@@ -163,20 +212,35 @@ def make_transformer(
     dimensions: Dimensions,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    fill: Fill | None = None,
     place: Callable[[nn.Parameter], None] = lambda parameter: None,
+    change: Callable[[Transformer], None] = lambda model: None,
 ) -> Transformer:
-    """Built on meta, then each parameter is made and initialised on `device`, and handed to `place`."""
+    """Built on meta, where `change` may replace modules; then parameter by parameter goes to where it lives.
+
+    Each is made on `device`, filled by `fill` (as for training from the start, if there is none) and handed to
+    `place`. It has `dtype`, or what `change` gave it.
+    """
     with torch.device("meta"):
-        model = Transformer(dimensions)
-    model = model.to(dtype)
+        model = Transformer(dimensions).to(dtype)
+        change(model)
+    fill = fill or model.initialise
     for name, parameter in list(model.named_parameters()):
-        made = nn.Parameter(torch.empty_like(parameter, device=device))
-        model.initialise(name, made)
+        values = torch.empty_like(parameter, device=device)
+        made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        with torch.no_grad():
+            fill(name, made)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, made)
         place(made)
     model.tie()
     return model
+
+
+def window_starts(seq_len: int, window: int, starts: Tensor | None, device: torch.device) -> Tensor:
+    """The first token that each one sees, (B, T), or (1, T) without documents."""
+    first = torch.arange(seq_len, device=device) - (window - 1)
+    return first.unsqueeze(0) if starts is None else torch.maximum(starts, first)
 
 
 def places(starts: Tensor) -> Tensor:
@@ -203,4 +267,7 @@ def step_flops(dimensions: Dimensions, n_parameters: int, seq_len: int) -> int:
     d = dimensions
     looked_up = d.max_seq_len * d.dim if d.positions == "learned" else 0
     looked_up += 0 if d.tied else d.vocab_size * d.dim
-    return 6 * (n_parameters - looked_up) + 12 * d.n_layers * seq_len * d.dim
+    seen = seq_len * d.n_layers
+    if d.window is not None:
+        seen -= max(0, seq_len - d.window) * len(d.windowed)
+    return 6 * (n_parameters - looked_up) + 12 * seen * d.heads.rows[0]
