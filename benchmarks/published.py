@@ -24,7 +24,7 @@ from measure import print_rows, save_result
 from torch import nn
 
 from memtrain.cards import load_card
-from memtrain.model.hf import dtype_argument
+from memtrain.model.pretrained.wrapped import dtype_argument
 from memtrain.phantom import PhantomGPU, Report
 from memtrain.planner.speed import estimate_speed
 from memtrain.units import MIB, gib
@@ -149,7 +149,7 @@ def build(row: Row, folder: Path) -> nn.Module:
         model = AutoModelForCausalLM.from_config(
             config,
             attn_implementation="sdpa",
-            **{dtype_argument(config): getattr(torch, row["param_dtype"])},
+            **dtype_argument(getattr(torch, row["param_dtype"])),
         )
         if row["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -23,14 +23,21 @@ class Card:
     """One GPU as its vendor describes it. TFLOPS are dense (no sparsity); 0 means the card cannot."""
 
     name: str
+    """As plans show it."""
     memory_mib: int
     """What CUDA reports as total memory: a little less than nvidia-smi does."""
     bandwidth_gb_s: float
+    """Of the memory."""
     fp32_tflops: float
+    """Without tensor cores."""
     tf32_tflops: float
+    """Of tensor cores."""
     fp16_tflops: float
+    """Of tensor cores, summed in fp32."""
     bf16_tflops: float
+    """Of tensor cores."""
     fp8_tflops: float
+    """Of tensor cores."""
     link_gb_s: float
     """Host link, one direction, of the data sheet (PCIe 4.0 x16: 32)."""
     host_bandwidth_gb_s: float
@@ -40,6 +47,7 @@ class Card:
     fewer memory channels in use is slower.
     """
     compute_capability: float
+    """CUDA's, such as 8.9."""
     context_mib: int
     """What a CUDA context holds outside the allocator."""
     workspace_mib: float

@@ -34,6 +34,7 @@ OVERRIDES, JOB_LOG = "overrides.json", "stderr.log"
 """By a sweep: what was typed for it, and in each job's folder what that job was given, and what it said."""
 RUN_RESULTS = (
     *(METRICS, PLAN, CHECKPOINTS, WEIGHTS, DIMENSIONS, "tokenizer.json", "events.out.tfevents.*"),
+    *("hf", "adapter"),
     *("timeline.png", "numerics.png", "memory_snapshot.pickle"),
 )
 RUN_FILES = (CONFIG, SUMMARY, *RUN_RESULTS)

@@ -5,7 +5,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from memtrain.config.tree import MOST, BlockPolicy, Config, Home, ModelConfig
+from memtrain.config.bounds import MOST
+from memtrain.config.model import ModelConfig
+from memtrain.config.tree import BlockPolicy, Config, Home
 from memtrain.errors import UserError
 
 

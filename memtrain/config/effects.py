@@ -1,7 +1,7 @@
 """Switches that are set but change nothing here, and others that a user should hear of."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from memtrain.cards import CONF_DIR, load_yaml
@@ -14,7 +14,9 @@ from memtrain.config.derived import (
     segment_blocks,
     weights_home,
 )
-from memtrain.config.tree import Config, ModelConfig
+from memtrain.config.model import ModelConfig
+from memtrain.config.published import is_published
+from memtrain.config.tree import Config
 
 # Key, what it is for, whether this config has that. A key set to something else than its default warns without it.
 EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
@@ -91,6 +93,27 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.checkpointing.policy == "budget",
     ),
     ("checkpointing.blocks", "blocks that are recomputed", lambda c: _recomputes_named_blocks(c)),
+    *(
+        (f"adapter.{key}", "adapter=lora or qlora", lambda c: c.adapter.name != "none")
+        for key in (
+            "rank",
+            "alpha",
+            "dropout",
+            "targets",
+            "rslora",
+            "dora",
+            "also_train",
+            "base_dtype",
+        )
+    ),
+    ("adapter.double_quantization", "adapter=qlora", lambda c: c.adapter.name == "qlora"),
+    ("model.window_layers", "model.window", lambda c: c.model.window is not None),
+    ("model.no_rope_layers", "model.positions=rope", lambda c: c.model.positions == "rope"),
+    ("model.backend", "model=hf", is_published),
+    ("export.run", "task=export", lambda c: c.task == "export"),
+    ("export.path", "task=export", lambda c: c.task == "export"),
+    ("export.merge", "task=export", lambda c: c.task == "export"),
+    ("export.dtype", "task=export", lambda c: c.task == "export"),
     ("generate.run", "task=generate", lambda c: c.task == "generate"),
     ("numerics.steps", "task=numerics", lambda c: c.task == "numerics"),
     ("sweep.resume", "-m", lambda c: False),
@@ -126,13 +149,13 @@ def no_effect_warnings(config: Config) -> list[str]:
     found = []
     for key, needed, has in EFFECTS:
         group, name = key.split(".")
-        if group == "model" and config.model.config is not None:
+        if group == "model" and is_published(config):
             continue
         value = getattr(getattr(config, group), name)
         if value != defaults[group][name] and not has(config):
             shown = str(value).lower() if isinstance(value, bool) else value
             found.append(f"{key}={shown} has no effect without {needed}")
-    if config.model.config is not None:
+    if is_published(config):
         found += _unused_by_hf(config.model, defaults["model"])
     return [
         *found,
@@ -177,12 +200,18 @@ def warmup_warnings(config: Config) -> list[str]:
     return [f"schedule.warmup={warmup} never ends in steps={steps}: the learning rate only rises"]
 
 
+USED_BY_HF = (
+    *("path", "config", "backend", "dropout", "mlp_chunks", "mlp_chunk_blocks", "train_only"),
+    *("n_layers", "max_seq_len"),
+)
+"""Keys of `model` that a published model does not answer itself, and those that were set from its config."""
+
+
 def _unused_by_hf(model: ModelConfig, defaults: dict[str, Any]) -> list[str]:
-    """transformers' own config says what the model is."""
     changed = [
-        f"model.{field.name}={getattr(model, field.name)}"
-        for field in fields(model)
-        if field.name != "config" and getattr(model, field.name) != defaults[field.name]
+        f"model.{key}={value}"
+        for key, value in asdict(model).items()
+        if key not in USED_BY_HF and value != defaults[key]
     ]
     return [f"{setting} has no effect with model=hf" for setting in changed]
 

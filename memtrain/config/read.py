@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from memtrain.cards import CONF_DIR
+from memtrain.config.bounds import is_finite
+from memtrain.config.published import with_published_layers
 from memtrain.config.rules import RULES
-from memtrain.config.tree import Config, is_finite
+from memtrain.config.tree import Config
 from memtrain.errors import UserError
 
 
@@ -37,7 +39,8 @@ def all_keys(cls: type[Any] | None = None, path: str = "") -> Iterator[str]:
 
 def parse(tree: dict[str, Any]) -> Config:
     """The checked config of a composed Hydra tree. Raises UserError with the key and the remedy."""
-    config: Config = _build(Config, tree, "")
+    built: Config = _build(Config, tree, "")
+    config = with_published_layers(built)
     for rule in RULES:
         rule(config)
     return config

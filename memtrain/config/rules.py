@@ -9,10 +9,10 @@ from memtrain.config.derived import (
     offloads_activations,
     optimizer_home,
     resolved_n_kv_heads,
-    segment_blocks,
     selective_blocks,
     weights_home,
 )
+from memtrain.config.published import is_published
 from memtrain.config.tree import Config
 from memtrain.errors import UserError
 
@@ -27,9 +27,10 @@ def _card_has_room(config: Config) -> None:
 
 def _heads_divide_width(config: Config) -> None:
     model = config.model
-    if model.config is not None:
+    if is_published(config):
         return
-    if model.dim % model.n_heads:
+    head_dim = model.head_dim or model.dim // model.n_heads
+    if model.head_dim is None and model.dim % model.n_heads:
         raise UserError(
             f"model.dim={model.dim}: not divisible by model.n_heads={model.n_heads}; change one of them"
         )
@@ -37,15 +38,15 @@ def _heads_divide_width(config: Config) -> None:
         raise UserError(
             f"model.n_kv_heads={model.n_kv_heads}: does not divide model.n_heads={model.n_heads}"
         )
-    if model.positions == "rope" and (model.dim // model.n_heads) % 2:
+    if model.positions == "rope" and head_dim % 2:
         raise UserError(
             f"model.positions=rope: needs an even head width, got model.dim={model.dim} / "
-            f"model.n_heads={model.n_heads} = {model.dim // model.n_heads}"
+            f"model.n_heads={model.n_heads} = {head_dim}"
         )
 
 
 def _sequence_fits_positions(config: Config) -> None:
-    if config.model.config is None and config.seq_len > config.model.max_seq_len:
+    if not is_published(config) and config.seq_len > config.model.max_seq_len:
         raise UserError(
             f"seq_len={config.seq_len}: longer than model.max_seq_len={config.model.max_seq_len}; "
             "lower seq_len or raise model.max_seq_len"
@@ -115,15 +116,16 @@ def _sqrt_sets_segments(config: Config) -> None:
 
 
 def _blocks_are_named(config: Config) -> None:
-    if config.model.config is not None:
-        return
     n_layers = config.model.n_layers
     for key, text in (
         ("checkpointing.blocks", config.checkpointing.blocks),
         ("offload.blocks", config.offload.blocks),
         ("model.mlp_chunk_blocks", config.model.mlp_chunk_blocks),
+        ("model.window_layers", config.model.window_layers),
+        ("model.no_rope_layers", config.model.no_rope_layers),
     ):
-        named_blocks(text, n_layers, key)
+        if text is not None:
+            named_blocks(text, n_layers, key)
     given = config.checkpointing.per_block
     if config.checkpointing.policy == "per_block" and len(given) != n_layers:
         raise UserError(
@@ -161,26 +163,42 @@ def _mlp_chunks_are_pieces(config: Config) -> None:
         )
 
 
-def _hf_is_planned(config: Config) -> None:
-    if config.model.config is None:
+def _hf_is_named(config: Config) -> None:
+    model = config.model
+    if not is_published(config):
+        if config.tokenizer.kind == "model":
+            raise UserError(
+                "tokenizer=model: needs model=hf model.path=DIR; use bpe, bytes or file"
+            )
         return
-    if not config.model.config:
-        raise UserError("model.config: model=hf needs it, as in model.config=path/config.json")
-    if config.task != "plan":
+    if not model.path and not model.config:
+        raise UserError("model.path: model=hf needs it, as in model.path=DIR")
+    if model.path and model.config:
+        raise UserError("model.config: model.path has a config of its own; drop one of the two")
+    if model.config and config.task != "plan":
         raise UserError(
-            f"model=hf: can be planned, not run; use task=plan instead of task={config.task}"
+            f"model.config: can be planned, not run; use task=plan instead of task={config.task}, or model.path"
         )
-    if segment_blocks(config) > 1 or config.checkpointing.policy != "segments":
-        raise UserError("model=hf: recomputes every block or none; use checkpoint_every=1 or 0")
-    for key, value, plain in (
-        ("offload", config.offload.mode, config.offload.mode != "activations"),
-        ("model.mlp_chunks", config.model.mlp_chunks, config.model.mlp_chunks == 1),
-        ("model.train_only", config.model.train_only, config.model.train_only is None),
-        ("precision.gradients", config.precision.gradients, config.precision.gradients is None),
-        ("checkpointing.blocks", config.checkpointing.blocks, config.checkpointing.blocks == "all"),
-    ):
-        if not plain:
-            raise UserError(f"{key}={value}: cannot be planned with model=hf; drop it")
+
+
+def _adapter_fits(config: Config) -> None:
+    adapter, key = config.adapter, f"adapter={config.adapter.name}"
+    if adapter.name == "none":
+        if adapter.path:
+            raise UserError("adapter.path: adapter=none reads none; use adapter=lora or qlora")
+        return
+    if config.task == "train" and not is_published(config):
+        raise UserError(
+            f"{key}: sits on a trained model; use model=hf model.path=DIR (task=plan takes any model)"
+        )
+    if config.model.train_only is not None:
+        raise UserError(f"model.train_only: {key} freezes the model; use adapter.also_train")
+    if config.task == "numerics":
+        raise UserError(f"{key}: task=numerics looks at the gradients of all weights; drop it")
+    if config.compile != "off":
+        raise UserError(f"{key}: cannot be compiled; use compile=off")
+    if config.optimizer.name == "muon":
+        raise UserError(f"{key}: muon is made for hidden matrices, not for adapters; use adamw")
 
 
 def _random_has_no_text(config: Config) -> None:
@@ -194,10 +212,6 @@ def _documents_are_marked(config: Config) -> None:
     if config.data.source != "jsonl":
         raise UserError(
             f"data.document_mask=true: data={config.data.source} marks no documents; use data=jsonl or drop it"
-        )
-    if config.model.config is not None:
-        raise UserError(
-            "data.document_mask=true: model=hf is planned without; use data.document_mask=false"
         )
 
 
@@ -248,8 +262,6 @@ def _offload_is_complete(config: Config) -> None:
             f"{key}: files are stepped in pieces, optimizer={config.optimizer.name} is not made for that; "
             f"use {', '.join(ELEMENTWISE)}"
         )
-    if config.model.config and weights_home(config) != "device":
-        raise UserError(f"{key}: model=hf keeps its weights on the device; use offload=optimizer")
     if config.task == "numerics":
         raise UserError(f"{key}: task=numerics looks at gradients on the device; drop it")
 
@@ -309,7 +321,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _sqrt_sets_segments,
     _random_has_no_text,
     _documents_are_marked,
-    _hf_is_planned,
+    _hf_is_named,
+    _adapter_fits,
     _mlp_chunks_are_pieces,
     _compiles_with,
     _blocks_are_named,

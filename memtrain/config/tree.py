@@ -1,106 +1,27 @@
 """The typed tree that the Hydra config becomes: every key, its bounds and its meaning. No torch, no omegaconf."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from memtrain.cards import Card
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number, both inclusive unless `above` is set."""
-
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-
-    def allows(self, value: float) -> bool:
-        return (
-            is_finite(value)
-            and (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-        )
-
-    def __str__(self) -> str:
-        words = [
-            f"at least {self.low}" if self.low is not None else "",
-            f"above {self.above}" if self.above is not None else "",
-            f"at most {self.high}" if self.high is not None else "",
-        ]
-        return " and ".join(word for word in words if word)
-
-    def refusal_of(self, value: float) -> str:
-        """What a value has to be, and what it is where the bounds do not show it."""
-        if is_finite(value):
-            return f"must be {self}"
-        return f"must be {self}, not {'nan' if math.isnan(value) else 'infinite'}"
-
-
-def is_finite(value: float) -> bool:
-    """Of an int of any length, too, of which no float can be made."""
-    return isinstance(value, int) or math.isfinite(value)
-
-
-FP32_HIGH = 1e38
-"""A little below the largest fp32: what is computed with these becomes infinite above it."""
-MOST = 10**9
-Positive = Annotated[int, Range(low=1, high=MOST)]
-NonNegative = Annotated[int, Range(low=0, high=10**18)]  # torch and numpy count in 64 bits
-Few = Annotated[int, Range(low=1, high=10**4)]
-Some = Annotated[int, Range(low=1, high=10**6)]
-"""Of what is made one by one, so that a slip of the finger is refused and not waited for."""
-PositiveFloat = Annotated[float, Range(above=0, high=FP32_HIGH)]
-NonNegativeFloat = Annotated[float, Range(low=0, high=FP32_HIGH)]
-Rate = Annotated[float, Range(low=0.001, high=10**9)]
-"""Of what is divided by: a step takes no time without end."""
-Share = Annotated[float, Range(low=0, high=1)]
-Probability = Annotated[float, Range(low=0, high=0.999)]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder-only Transformer. `model=` presets set these."""
-
-    dim: Positive
-    """Width of the residual stream."""
-    n_layers: Few
-    n_heads: Positive
-    n_kv_heads: Positive | None
-    """Key/value heads; null: as many as heads. Fewer is grouped-query attention, 1 multi-query."""
-    ffn_dim: Positive | None
-    """Hidden width of the MLP; null: 4 x dim."""
-    vocab_size: Positive | None
-    """Rows of the embedding; null: what the tokenizer has."""
-    max_seq_len: Positive
-    """The longest sequence; with learned positions also the size of their table."""
-    norm: Literal["layernorm", "rmsnorm"]
-    norm_eps: PositiveFloat
-    activation: Literal["gelu", "swiglu"]
-    positions: Literal["learned", "rope"]
-    rope_theta: PositiveFloat
-    tied: bool
-    """Embedding and output head are one matrix."""
-    bias: bool
-    """Biases in linear layers and LayerNorms."""
-    qkv_bias: bool | None
-    """Bias of the query, key and value projections alone; null: as `bias`."""
-    dropout: Probability
-    mlp_chunks: Positive
-    """Pieces of the sequence in which norm and MLP of a block run, each again in backward; 1: whole."""
-    mlp_chunk_blocks: str | int
-    """Which blocks, as in `checkpointing.blocks`."""
-    train_only: str | int | None
-    """What is trained, the rest is frozen: blocks as in `checkpointing.blocks`, or patterns of parameter names as in
-    `blocks.*.mlp.*`, several with commas; null: everything."""
-    config: str | None
-    """For `model=hf`: a transformers config.json, planned without weights; the keys above are then not used."""
+from memtrain.config.bounds import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Range,
+    Rate,
+    Share,
+    Some,
+)
+from memtrain.config.model import AdapterConfig, ModelConfig
 
 
 @dataclass(frozen=True)
 class DataConfig:
     source: Literal["stdlib", "text", "jsonl", "tokens", "random"]
+    """stdlib: the source text of Python's standard library; text: files; jsonl: documents; tokens: a token file;
+    random: uniform ids."""
     path: str | list[str] | None
     """Files, folders or globs for `text` and `jsonl`; the token file for `tokens`. Relative to where the command was
     typed."""
@@ -108,6 +29,7 @@ class DataConfig:
     """Share of the files held out for validation; with one file, the share of its tokens at the end. For `jsonl`: share
     of the documents."""
     shuffle: bool
+    """Draw the order of samples anew in every epoch."""
     document_mask: bool
     """For `jsonl`: a token sees its own document alone, and positions count from its beginning."""
     prefetch: NonNegative
@@ -120,7 +42,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    kind: Literal["bytes", "bpe", "file"]
+    kind: Literal["bytes", "bpe", "file", "model"]
+    """bytes; bpe: trained on the corpus; file: `path`; model: that of `model.path`."""
     vocab_size: Annotated[int, Range(low=257, high=10**9)]
     """For `bpe`: size of the vocabulary trained on the corpus."""
     path: str | None
@@ -135,6 +58,7 @@ Precision = Literal["fp32", "bf16", "fp16", "bf16_true", "fp8"]
 @dataclass(frozen=True)
 class PrecisionConfig:
     name: Precision
+    """What is stored and what is computed in; see docs/fit-my-model.md."""
     tf32: bool
     """Matrix products of fp32 tensors in TF32 on CUDA cards that have it."""
     master_weights: bool
@@ -213,7 +137,9 @@ class OptimizerConfig:
     lr: PositiveFloat
     """For muon, too, one for all: its updates are scaled to the size of AdamW's."""
     betas: list[Share]
+    """Decay of the first and the second moment."""
     eps: PositiveFloat
+    """Added to the root of the second moment."""
     momentum: Share
     """For sgd and muon."""
     weight_decay: NonNegativeFloat
@@ -230,6 +156,7 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     name: Literal["cosine", "linear", "constant"]
+    """How the learning rate falls after the warmup."""
     warmup: NonNegative
     """Steps (windows) over which the learning rate rises to `optimizer.lr`."""
     min_ratio: Share
@@ -243,13 +170,23 @@ class LossConfig:
     chunk_mib: Positive
     """For `chunked`: what the logits of a chunk may take, in MiB."""
     label_smoothing: Share
+    """Share of the target's probability that is spread over the vocabulary."""
     z_loss: NonNegativeFloat
     """Weight of the squared log-denominator of the softmax; validation leaves both out."""
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
-    name: Literal["none"]
+class ExportConfig:
+    """For `task=export`."""
+
+    run: str | None
+    """A run's or checkpoint's folder; null: the newest finished run with this `name`."""
+    path: str | None
+    """The folder to write; null: `hf` in the run's folder."""
+    merge: bool
+    """Add the adapter to its base and write one model; false: write the adapter alone."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None
+    """null: as stored."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +217,7 @@ class GenerateConfig:
     run: str | None
     """A finished run's folder; null: the newest one with this `name`."""
     prompt: str
+    """Text to continue."""
     tokens: NonNegative
     """New tokens; 0: no sample at the end of training."""
     temperature: NonNegativeFloat
@@ -309,13 +247,17 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Config:
-    task: Literal["train", "plan", "generate", "numerics"]
+    task: Literal["train", "plan", "generate", "numerics", "export"]
+    """train; plan: what a run needs, without running it; generate: text by a finished run; numerics: what float formats
+    lose of the gradients; export: a run as a Hugging Face folder."""
     name: str
     """Names the folder of the run: <outputs>/runs/<name>/..."""
     outputs: str
     """The folder of all runs and sweeps. Relative to where the command was typed."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)]
+    """Of weights, data order, dropout and samples of text."""
     device: Literal["auto", "cpu", "cuda"]
+    """auto: CUDA if there is a GPU, else the CPU."""
     epochs: Annotated[float, Range(above=0, high=10**6)] | None
     """Passes over the training data, or a part of one, in the place of `steps`: a plan does without the data."""
     steps: Positive | None
@@ -331,6 +273,7 @@ class Config:
     clip: NonNegativeFloat
     """Largest gradient norm; 0: no clipping."""
     log_every: Positive
+    """Steps between records on the console, in metrics.jsonl and TensorBoard."""
     eval_every: NonNegative
     """Steps between validations; 0: at the end only."""
     eval_sequences: Positive
@@ -361,4 +304,5 @@ class Config:
     gpu: GpuConfig
     generate: GenerateConfig
     numerics: NumericsConfig
+    export: ExportConfig
     sweep: SweepConfig

@@ -1,26 +1,23 @@
 """Config to objects: the only place where the config tree becomes data, model, optimizer and step."""
 
-import fnmatch
 import os
-import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 
 from memtrain.config import Config
 from memtrain.config.derived import (
-    blocks_with,
     named_blocks,
-    offloaded_blocks,
     resolve_path,
     resolved_n_kv_heads,
-    segment_blocks,
     weights_home,
 )
-from memtrain.config.tree import TokenizerConfig
+from memtrain.config.model import RopeScalingConfig
 from memtrain.data import corpus, store
 from memtrain.data.loader import (
     Batch,
@@ -44,21 +41,25 @@ from memtrain.data.tokenizer import (
     EncodeError,
     Tokenizer,
 )
+from memtrain.engine.adapt import AdaptedFill, adapt
 from memtrain.engine.build_updates import build_updates, file_store
+from memtrain.engine.pretrained import Published, end_of_text, find_published
 from memtrain.engine.schedule import Schedule, make_schedule
 from memtrain.engine.step import TrainStep
+from memtrain.engine.techniques import TECHNIQUES
 from memtrain.errors import UserError
-from memtrain.memory.activation_offload import ActivationOffload
-from memtrain.memory.compiled import compile_blocks, compile_training
 from memtrain.memory.file_homes import FileWeights
-from memtrain.memory.mlp_chunks import chunk_mlps
 from memtrain.memory.param_offload import MemoryWeights, ParamOffload
-from memtrain.memory.recompute import recompute
-from memtrain.memory.selective import selective_contexts
-from memtrain.model.hf import HFCausalLM, LanguageModel, make_hf_model
+from memtrain.model.language_model import LanguageModel
+from memtrain.model.layers import RopeScaling
 from memtrain.model.loss import LossFunction, Terms, chunked_loss, full_loss
+from memtrain.model.pretrained.families import shapes_of
+from memtrain.model.pretrained.wrapped import empty_wrapped, load_wrapped
 from memtrain.model.transformer import Dimensions, Transformer, make_transformer
 from memtrain.units import MIB
+
+Place = Callable[[nn.Parameter], None]
+"""Takes a weight that was just made to where it lives."""
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,7 +90,7 @@ def _read_data(config: Config, base: Path, progress: ProgressFor, rows: Rows) ->
         path = resolve_path(wanted.path, base)
         return open_token_file(path, rows, config.model.vocab_size)
     cache = Cache(resolve_path(wanted.cache_dir, base), progress)
-    vocabulary = build_vocabulary(config.tokenizer, base)
+    vocabulary = build_vocabulary(config, base)
     if wanted.source == "stdlib":
         return tokenize_text(corpus.stdlib_files(), vocabulary, rows, cache)
     assert wanted.path
@@ -100,9 +101,15 @@ def _read_data(config: Config, base: Path, progress: ProgressFor, rows: Rows) ->
     return tokenize_documents(files, vocabulary, rows, cache, wanted.document_mask)
 
 
-def build_vocabulary(tokenizer: TokenizerConfig, base: Path) -> Vocabulary:
-    path = resolve_path(tokenizer.path, base) if tokenizer.path else None
-    return Vocabulary(tokenizer.kind, tokenizer.vocab_size, path, tokenizer.end_of_text)
+def build_vocabulary(config: Config, base: Path) -> Vocabulary:
+    wanted = config.tokenizer
+    if wanted.kind == "model":
+        assert config.model.path
+        folder = Path(config.model.path)
+        ends = wanted.end_of_text or end_of_text(folder)
+        return Vocabulary("file", 0, folder / "tokenizer.json", ends)
+    path = resolve_path(wanted.path, base) if wanted.path else None
+    return Vocabulary(wanted.kind, wanted.vocab_size, path, wanted.end_of_text)
 
 
 def prompt_ids(config: Config, tokenizer: Tokenizer) -> list[int]:
@@ -122,7 +129,9 @@ def expected_vocab_size(config: Config, base: Path) -> int:
         return store.open_tokens(resolve_path(config.data.path, base)).vocab_size
     if config.tokenizer.kind == "bpe":
         return config.tokenizer.vocab_size
-    return known_tokenizer(build_vocabulary(config.tokenizer, base)).vocab_size
+    if config.tokenizer.kind == "model" and (found := find_published(config)):
+        return found.dimensions.vocab_size
+    return known_tokenizer(build_vocabulary(config, base)).vocab_size
 
 
 def build_loader(config: Config, data: Data, device: torch.device) -> Windows:
@@ -148,6 +157,17 @@ def validation_batches(config: Config, data: Data) -> Iterator[Batch]:
 def build_dimensions(config: Config, vocab_size: int) -> Dimensions:
     """`vocab_size` is the data's. Raises UserError where the model's own is smaller."""
     model = config.model
+    if found := find_published(config):
+        if found.dimensions.vocab_size < vocab_size:
+            raise UserError(
+                f"{found.path}: the model has {found.dimensions.vocab_size} ids, the data ids up to {vocab_size - 1}; "
+                "use the model's own tokenizer (tokenizer=model)"
+            )
+        if found.family is None:
+            check_wrapped(config, found.path)
+        elif found.dimensions.positions == "learned":
+            check_length(config.seq_len, found.dimensions.max_seq_len)
+        return found.dimensions
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size={model.vocab_size}: the data has ids up to {vocab_size - 1}; "
@@ -170,28 +190,120 @@ def build_dimensions(config: Config, vocab_size: int) -> Dimensions:
         bias=model.bias,
         qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
         dropout=model.dropout,
+        head_dim=model.head_dim,
+        qk_norm=model.qk_norm,
+        rope_scaling=rope_scaling(model.rope_scaling),
+        window=model.window,
+        window_layers=blocks_of(model.window_layers, model.n_layers) if model.window else None,
+        no_rope_layers=blocks_of(model.no_rope_layers, model.n_layers),
+        out_bias=model.out_bias,
+        mlp_bias=model.mlp_bias,
     )
+
+
+def check_length(seq_len: int, n_positions: int | None) -> None:
+    """Raises UserError for a sequence with tokens that have no position."""
+    if n_positions is not None and seq_len > n_positions:
+        raise UserError(f"seq_len={seq_len}: the model has {n_positions} positions; lower seq_len")
+
+
+def blocks_of(text: str | int | None, n_layers: int) -> tuple[int, ...]:
+    return () if text is None else tuple(named_blocks(text, n_layers, ""))
+
+
+def rope_scaling(wanted: RopeScalingConfig) -> RopeScaling | None:
+    return None if wanted.kind == "none" else RopeScaling(**asdict(wanted))
 
 
 def weight_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.precision.name == "bf16_true" else torch.float32
 
 
-def build_hf_model(config: Config, device: torch.device) -> HFCausalLM:
-    assert config.model.config
-    recompute = bool(segment_blocks(config))
-    return make_hf_model(Path(config.model.config), recompute, device, weight_dtype(config))
+def base_dtype(config: Config) -> torch.dtype:
+    """What the weights of the model itself are stored in. A frozen base needs no more than it is computed in."""
+    if not adapts(config):
+        return weight_dtype(config)
+    asked = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(config.adapter.base_dtype or "")
+    in_bf16 = config.precision.name in ("bf16", "bf16_true")
+    return asked or (torch.bfloat16 if in_bf16 else torch.float32)
 
 
-def build_model(config: Config, dimensions: Dimensions, device: torch.device) -> Transformer:
-    """Weights go where they live as they are made; then `TECHNIQUES` change the model, one after the other."""
+def build_model(
+    config: Config, dimensions: Dimensions, device: torch.device, reads: bool = True
+) -> LanguageModel:
+    """Weights go where they live as they are made; then `TECHNIQUES` change the model, one after the other.
+
+    `reads` False: nothing is read of a model that others have trained, for planning.
+    """
     offload = build_param_offload(config, device)
-    place = offload.place if offload else lambda parameter: None
-    model = make_transformer(dimensions, device, weight_dtype(config), place=place)
+    place: Place = offload.place if offload else lambda parameter: None
+    found = find_published(config)
+    if found is None or found.family is not None:
+        model: LanguageModel = build_transformer(config, dimensions, device, place, found, reads)
+    else:
+        change = partial(build_adapters, config, found, device) if adapts(config) else ignore
+        make = load_wrapped if reads else empty_wrapped
+        wrapped = make(found.path, device, base_dtype(config), place, change)
+        check_length(config.seq_len, wrapped.n_positions)
+        wrapped.dimensions = dimensions
+        model = wrapped
     model.elsewhere = offload
     for apply in TECHNIQUES:
         apply(config, model)
     return model
+
+
+def adapts(config: Config) -> bool:
+    return config.adapter.name != "none"
+
+
+def ignore(model: LanguageModel) -> None:
+    """Nothing is changed."""
+
+
+def build_adapters(
+    config: Config, found: Published | None, device: torch.device, model: LanguageModel
+) -> None:
+    adapt(config, model, found.family if found else None, device)
+
+
+def check_wrapped(config: Config, path: Path) -> None:
+    """Raises UserError for what only our own Transformer does."""
+    for key, value, plain in (
+        ("model.mlp_chunks", config.model.mlp_chunks, 1),
+        ("compile", config.compile, "off"),
+        ("data.document_mask", str(config.data.document_mask).lower(), "false"),
+    ):
+        if value != plain:
+            raise UserError(
+                f"{key}={value}: needs memtrain's own Transformer, and {path} stays transformers' model; drop it"
+            )
+
+
+def build_transformer(
+    config: Config,
+    dimensions: Dimensions,
+    device: torch.device,
+    place: Place,
+    found: Published | None,
+    reads: bool,
+) -> Transformer:
+    """With the weights of `found`, if they are read, else fresh ones."""
+    dtype, fill = base_dtype(config), None
+    if reads and found is not None and found.source is not None and found.family is not None:
+        rows = found.family.rows(dimensions)
+        found.source.check(rows, shapes_of(dimensions))
+        fill = found.source.filler(rows)
+    if not adapts(config):
+        return make_transformer(dimensions, device, dtype, fill, place)
+
+    adapted = AdaptedFill(fill, dtype)
+
+    def change(model: Transformer) -> None:
+        build_adapters(config, found, torch.device("meta"), model)
+        adapted.model = model
+
+    return make_transformer(dimensions, device, dtype, adapted, place, change)
 
 
 def build_param_offload(config: Config, device: torch.device) -> ParamOffload | None:
@@ -201,96 +313,6 @@ def build_param_offload(config: Config, device: torch.device) -> ParamOffload | 
     in_files = home == "nvme"
     store = FileWeights(file_store(config), device) if in_files else MemoryWeights(device)
     return ParamOffload(device, store)
-
-
-def apply_train_only(config: Config, model: LanguageModel) -> None:
-    """Freeze what is not named, and say what the gradients of the rest are kept in."""
-    chosen = trained_names(config, [name for name, _ in model.named_parameters()])
-    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(config.precision.gradients or "")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in chosen)
-        if wanted is not None and parameter.requires_grad:
-            parameter.grad_dtype = wanted
-
-
-def trained_names(config: Config, names: list[str]) -> set[str]:
-    """Raises UserError for a part of `model.train_only` that names no parameter."""
-    if config.model.train_only is None:
-        return set(names)
-    found: set[str] = set()
-    for part in str(config.model.train_only).split(","):
-        named = named_parameters(part.strip(), names, config.model.n_layers)
-        if not named:
-            raise UserError(
-                f"model.train_only={part.strip()}: names no parameter; use blocks (last 2, 0-3) or patterns such as "
-                f"{names[0]} or blocks.*.mlp.*"
-            )
-        found |= named
-    return found
-
-
-def named_parameters(part: str, names: list[str], n_layers: int) -> set[str]:
-    if re.fullmatch(r"all|\d+(-\d+)?|(every|first|last) \d+", part):
-        blocks = {f"blocks.{index}." for index in named_blocks(part, n_layers, "model.train_only")}
-        return {name for name in names if name.startswith(tuple(blocks))}
-    return set(fnmatch.filter(names, part))
-
-
-def apply_mlp_chunks(config: Config, model: Transformer) -> None:
-    if config.model.mlp_chunks > 1:
-        blocks = named_blocks(config.model.mlp_chunk_blocks, len(model.blocks), "")
-        chunk_mlps(model, config.model.mlp_chunks, blocks)
-
-
-def apply_recompute(config: Config, model: Transformer) -> None:
-    """Put segments in the place of the blocks, as `checkpointing` and `checkpoint_every` say."""
-    wanted, every = config.checkpointing, segment_blocks(config)
-    chosen = named_blocks(wanted.blocks, len(model.blocks), "")
-    contexts = partial(selective_contexts, wanted.keep, wanted.matmul_fraction)
-    if wanted.policy == "selective":
-        recompute(model, chosen, 1, contexts)
-    elif wanted.policy == "per_block":
-        recompute(model, sorted(blocks_with(config, "recompute")), 1)
-        recompute(model, sorted(blocks_with(config, "selective")), 1, contexts)
-    elif wanted.policy == "alternate" and every:
-        recompute(model, [index for index in chosen if index % every], 1)
-    elif every:
-        recompute(model, chosen, every)
-
-
-def apply_activation_offload(config: Config, model: Transformer) -> None:
-    """Wrap the segments whose saved tensors wait on the host; those of the last one never do."""
-    chosen = offloaded_blocks(config)
-    if not chosen:
-        return
-    offload = ActivationOffload(model, config.offload.min_tensor_bytes)
-    last = len(model.segments) - 1
-    for index, segment in enumerate(model.segments):  # all: what stays, too, tells when to fetch
-        kept = index == last or not chosen.intersection(segment.blocks)
-        model.segments[index] = offload.wrap(segment, keep=kept)
-
-
-def apply_param_offload(config: Config, model: Transformer) -> None:
-    if isinstance(model.elsewhere, ParamOffload):
-        model.elsewhere.wrap(model)
-
-
-def apply_compile(config: Config, model: Transformer) -> None:
-    if config.compile == "blocks":
-        compile_blocks(model)
-    elif config.compile == "model":
-        compile_training(model)
-
-
-TECHNIQUES: tuple[Callable[[Config, Transformer], None], ...] = (
-    apply_train_only,
-    apply_mlp_chunks,
-    apply_recompute,
-    apply_activation_offload,
-    apply_param_offload,
-    apply_compile,
-)
-"""In the order in which they wrap a model, from the inside out."""
 
 
 def build_loss(config: Config, terms: Terms) -> LossFunction:

@@ -26,9 +26,8 @@ from memtrain.memory.host_optimizer import HostOptimizer, tell_before_reading
 from memtrain.memory.param_offload import ParamOffload
 from memtrain.memory.per_parameter import PerParameter
 from memtrain.memory.stochastic_rounding import round_stochastically
-from memtrain.model.hf import LanguageModel
+from memtrain.model.language_model import LanguageModel
 from memtrain.model.layers import gradient_dtype
-from memtrain.model.transformer import Transformer
 from memtrain.units import MIB
 
 
@@ -94,8 +93,8 @@ def host_parameters(config: Config, model: LanguageModel) -> set[nn.Parameter]:
 def build_device_update(
     config: Config, model: LanguageModel, groups: list[dict[str, Any]], make: MakeOptimizer
 ) -> Update:
-    weight = next(p for group in groups for p in group["params"])
-    whole = weight.dtype == gradient_dtype(weight) == torch.float32
+    weights = [parameter for group in groups for parameter in group["params"]]
+    whole = all(weight.dtype == gradient_dtype(weight) == torch.float32 for weight in weights)
     if whole and not config.optimizer.in_backward:
         return PlainUpdate(make(groups))
     return PerParameter(
@@ -115,7 +114,7 @@ def build_host_update(
     make: MakeOptimizer,
 ) -> Update:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    offload = model.elsewhere if isinstance(model, Transformer) else None
+    offload = model.elsewhere
     weights: WeightHome = DeviceWeights(parameters, device)
     if isinstance(offload, ParamOffload):
         offload.resident = DeviceWeights([p for p in model.parameters() if p.ndim < 2], device)
@@ -137,7 +136,7 @@ def build_host_update(
     update.start(model.parameters())
     if isinstance(offload, ParamOffload):
         offload.before_read, offload.is_due = update.ready, update.is_due
-    elif isinstance(model, Transformer) and config.compile != "model":
+    elif config.compile != "model":
         tell_before_reading(model, update.ready)
     else:
         model.register_forward_pre_hook(lambda *_: update.settle())

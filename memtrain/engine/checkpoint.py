@@ -31,6 +31,7 @@ from torch import Tensor
 
 from memtrain.engine.snapshot import Snapshot, write_tensors
 from memtrain.errors import SaveError, UserError
+from memtrain.model.language_model import LanguageModel
 from memtrain.model.transformer import Dimensions, Transformer
 from memtrain.run_folder import (
     CHECKPOINTS,
@@ -270,7 +271,7 @@ def not_ours(path: Path) -> UserError:
 
 def restore_tensors(
     checkpoint: Path,
-    model: Transformer,
+    model: LanguageModel,
     load: Callable[[str, dict[str, Tensor], Tensor], None],
 ) -> None:
     """Put the weights back, and hand `load` (name, optimizer state, weight) of one parameter after the other.
@@ -281,7 +282,7 @@ def restore_tensors(
         safe_open(checkpoint / WEIGHTS, "pt") as weights,
         safe_open(checkpoint / OPTIMIZER, "pt") as optimizer,
     ):
-        parameters = dict(model.named_parameters())
+        parameters = model.saved_parameters()
         names = weights.keys()
         shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
         check_shapes(checkpoint / WEIGHTS, shapes, model)
@@ -299,8 +300,8 @@ def restore_tensors(
             load(name, state, full)
 
 
-def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], model: Transformer) -> None:
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], model: LanguageModel) -> None:
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.saved_parameters().items()}
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise UserError(
@@ -330,9 +331,9 @@ def load_weights(folder: Path, device: torch.device) -> Transformer:
     return model.eval()
 
 
-def save_weights(model: Transformer, folder: Path) -> None:
+def save_weights(model: LanguageModel, folder: Path) -> None:
     """The finished model, written under a temporary name and renamed. A tied head is stored once, as the embedding."""
-    weights = {name: model.weight(p) for name, p in model.named_parameters()}
+    weights = {name: model.weight(p) for name, p in model.saved_parameters().items()}
     temporary = folder / f".{WEIGHTS}.tmp"
     try:
         write_tensors(temporary, weights, Snapshot(weights), "")

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import NotFiniteError
-from memtrain.model.transformer import Transformer
+from memtrain.model.language_model import LanguageModel
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     tokens: list[int],
     n_new: int,
     temperature: float,

@@ -16,7 +16,7 @@ from memtrain.engine.loop import Progress
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
 from memtrain.errors import UserError
-from memtrain.model.transformer import Transformer
+from memtrain.model.language_model import LanguageModel
 from memtrain.run_folder import STATE, complete, step_of
 
 FIXED = (
@@ -40,14 +40,14 @@ ROUNDING = ("micro_batch", "accum")
 
 def capture(
     step: TrainStep,
-    model: Transformer,
+    model: LanguageModel,
     loader: Windows,
     progress: Progress,
     val_loss: float | None,
     config_text: str,
 ) -> Contents:
     step.settle()
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.saved_parameters().items()}
     optimizer = {
         f"{names[parameter]}/{own}": value if isinstance(value, Tensor) else torch.tensor(value)
         for update in step.updates
@@ -72,11 +72,11 @@ def capture(
     )
 
 
-def restore(checkpoint: Path, step: TrainStep, model: Transformer, loader: Windows) -> Progress:
+def restore(checkpoint: Path, step: TrainStep, model: LanguageModel, loader: Windows) -> Progress:
     """Raises UserError if the model or the trained parameters are not those of the checkpoint."""
     state = read_state(checkpoint)
     loader.load_state_dict(state["data"])
-    parameters = dict(model.named_parameters())
+    parameters = model.saved_parameters()
     owner = {p: update for update in step.updates for p in parameters_of(update)}
 
     def load(name: str, saved: dict[str, Tensor], weight: Tensor) -> None:

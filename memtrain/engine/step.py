@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from memtrain.data.loader import Batch
 from memtrain.device import autocast
 from memtrain.engine.update import Update
-from memtrain.model.hf import LanguageModel
+from memtrain.model.language_model import LanguageModel
 from memtrain.model.loss import LossFunction
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memtrain.device import device_module, pinned_empty
-from memtrain.model.transformer import Segment
+from memtrain.model.language_model import Segment
 
 _Key = tuple[int, int]
 """A living storage, and the version of its content."""
@@ -168,7 +168,7 @@ class ActivationOffload:
         """`segment` with its saved tensors on the host. With `keep` they stay: right for the last, used at once."""
         is_first, self._n_segments = self._n_segments == 0, self._n_segments + 1
 
-        def run(x: Tensor, *shared: Tensor | None) -> Tensor:
+        def run(x: Tensor, *shared: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return segment(x, *shared)
             call = self._begin(x, shared, is_first)
@@ -184,12 +184,12 @@ class ActivationOffload:
 
     # Forward
 
-    def _begin(self, x: Tensor, shared: tuple[Tensor | None, ...], is_first: bool) -> _Call:
+    def _begin(self, x: Tensor, shared: tuple[Any, ...], is_first: bool) -> _Call:
         if is_first:
             self._drop_unfinished()
         previous = self._last
         stays = previous.stays if previous is not None else self._resident_storages()
-        every_segment_has = (tensor for tensor in shared if tensor is not None)
+        every_segment_has = (value for value in shared if isinstance(value, Tensor))
         stays.update(tensor.untyped_storage()._cdata for tensor in every_segment_has)
         compute = device_module(x.device).current_stream()
         return _Call(compute, x.device, stays, previous)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import UserError
-from memtrain.model.transformer import Transformer
+from memtrain.model.language_model import LanguageModel
 
 
-def compile_blocks(model: Transformer) -> None:
+def compile_blocks(model: LanguageModel) -> None:
     """Each block by itself: all are alike, so the code is made once. Segments and saved-tensor hooks stay outside."""
     for block in model.blocks:
         compile_training(block)

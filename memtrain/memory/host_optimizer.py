@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from memtrain.device import device_module, recorded
 from memtrain.memory.host_homes import GradientHome, StateHome, WeightHome
+from memtrain.model.language_model import LanguageModel, Segment
 from memtrain.model.layers import gradient_dtype
-from memtrain.model.transformer import Segment, Transformer
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class HostOptimizer:
 
 
 def tell_before_reading(
-    model: Transformer, ready: Callable[[Iterable[nn.Parameter]], None]
+    model: LanguageModel, ready: Callable[[Iterable[nn.Parameter]], None]
 ) -> None:
     """Call `ready` with the weights of embedding, every segment and head, each just before they are read."""
     front = model.front_parameters()
@@ -239,7 +239,7 @@ def tell_before_reading(
 def _told(
     segment: Segment, weights: list[nn.Parameter], ready: Callable[[Iterable[nn.Parameter]], None]
 ) -> Segment:
-    def run(x: Tensor, *shared: Tensor | None) -> Tensor:
+    def run(x: Tensor, *shared: Any) -> Tensor:
         ready(weights)
         return segment(x, *shared)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.device import device_module, pinned_empty, recorded
-from memtrain.model.transformer import Segment, Transformer
+from memtrain.model.language_model import LanguageModel, Segment
 
 
 class WeightStore(Protocol):
@@ -114,7 +114,7 @@ class ParamOffload:
             self._store.put(weight)
             weight.untyped_storage().resize_(0)
 
-    def wrap(self, model: Transformer) -> None:
+    def wrap(self, model: LanguageModel) -> None:
         """Embedding, every segment and head become stages, fetched when their turn comes."""
         reads = [model.front_parameters(), *map(model.segment_parameters, model.segments)]
         reads[-1] += model.norm.parameters()
@@ -135,7 +135,7 @@ class ParamOffload:
         self._take_room(1)
 
     def _wrapped(self, segment: Segment, number: int) -> Segment:
-        def run(x: Tensor, *shared: Tensor | None) -> Tensor:
+        def run(x: Tensor, *shared: Any) -> Tensor:
             self._copy(number)
             self._release(self._stages[number - 1])
             self._use(number)

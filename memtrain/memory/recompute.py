@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memtrain.model.transformer import Segment, Transformer
+from memtrain.model.language_model import LanguageModel, Segment
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes the contexts of a segment's forward and of its recomputation: what decides what is kept."""
 
 
 def recompute(
-    model: Transformer, chosen: Collection[int], every: int, contexts: Contexts | None = None
+    model: LanguageModel, chosen: Collection[int], every: int, contexts: Contexts | None = None
 ) -> None:
     """Up to `every` consecutive segments whose blocks are `chosen` become one, of which only the input is kept.
 
@@ -48,7 +48,7 @@ def groups(count: int, chosen: Collection[int], every: int) -> Iterator[list[int
     yield group
 
 
-def _run(segments: Sequence[Segment], x: Tensor, *shared: Tensor | None) -> Tensor:
+def _run(segments: Sequence[Segment], x: Tensor, *shared: Any) -> Tensor:
     for segment in segments:
         x = segment(x, *shared)
     return x

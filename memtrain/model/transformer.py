@@ -2,89 +2,21 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from memtrain.model.language_model import Dimensions as Dimensions
+from memtrain.model.language_model import LanguageModel, Segment
 from memtrain.model.layers import (
     Attention,
     Block,
     GeluMLP,
-    Heads,
-    RopeScaling,
     SwigluMLP,
     document_mask,
     make_norm,
     rotary_table,
 )
-
-
-@dataclass
-class Segment:
-    """One or more consecutive blocks: hidden states (B, T, C) and what all blocks share in, hidden states out.
-
-    Shared are the rotary table, the mask where documents are kept apart, and that of blocks with a window.
-    """
-
-    blocks: list[int]
-    run: Callable[..., Tensor]
-
-    def __call__(self, x: Tensor, *shared: Tensor | None) -> Tensor:
-        return self.run(x, *shared)
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """What a Transformer is; the fields mean what the keys of `model` mean."""
-
-    vocab_size: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    max_seq_len: int
-    norm: str = "layernorm"
-    norm_eps: float = 1e-5
-    activation: str = "gelu"
-    positions: str = "learned"
-    rope_theta: float = 10000.0
-    tied: bool = True
-    bias: bool = True
-    qkv_bias: bool = True
-    dropout: float = 0.0
-    head_dim: int | None = None
-    qk_norm: bool = False
-    rope_scaling: RopeScaling | None = None
-    window: int | None = None
-    """How many tokens, itself included, a token sees in `window_layers`."""
-    window_layers: tuple[int, ...] | None = None
-    """None: all."""
-    no_rope_layers: tuple[int, ...] = ()
-    out_bias: bool | None = None
-    """Of the attention's output; None: as `bias`."""
-    mlp_bias: bool | None = None
-
-    def __post_init__(self) -> None:
-        """JSON has neither tuples nor dataclasses."""
-        if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        object.__setattr__(self, "no_rope_layers", tuple(self.no_rope_layers))
-        if self.window_layers is not None:
-            object.__setattr__(self, "window_layers", tuple(self.window_layers))
-
-    @property
-    def heads(self) -> Heads:
-        return Heads(self.n_heads, self.n_kv_heads, self.head_dim or self.dim // self.n_heads)
-
-    @property
-    def windowed(self) -> tuple[int, ...]:
-        """The layers with a window."""
-        if self.window is None:
-            return ()
-        return tuple(range(self.n_layers)) if self.window_layers is None else self.window_layers
 
 
 def make_block(d: Dimensions, index: int = 0) -> Block:
@@ -112,23 +44,8 @@ Fill = Callable[[str, nn.Parameter], None]
 """Gives a parameter, known by its name, its values."""
 
 
-class WeightHome(Protocol):
-    def read(self, weight: nn.Parameter) -> Tensor:
-        """Its values, flat, on the host."""
-
-    def write(self, weight: nn.Parameter, start: int, piece: Tensor) -> None:
-        """New values from flat index `start` on."""
-
-    def written(self, weight: nn.Parameter) -> None:
-        """It is complete."""
-
-
-class Transformer(nn.Module):
-    """`forward` returns the normalised hidden states (B, T, C); `head.weight` (V, C) turns them into logits.
-
-    `segments` is what `forward` walks over: the blocks, or whatever a memory technique put in their place. It is a
-    plain list, so that parameter names stay those of the blocks. `elsewhere` has the weights while the device does not.
-    """
+class Transformer(LanguageModel):
+    """Ours. Segments share the rotary table, the mask that keeps documents apart and that of blocks with a window."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -140,7 +57,6 @@ class Transformer(nn.Module):
         self.norm = make_norm(d.norm, d.dim, d.norm_eps, d.bias)
         self.head = nn.Linear(d.dim, d.vocab_size, bias=False)
         self.tie()
-        self.elsewhere: WeightHome | None = None
         self.segments = [Segment([index], block) for index, block in enumerate(self.blocks)]
 
     def tie(self) -> None:
@@ -152,9 +68,6 @@ class Transformer(nn.Module):
         """What is read before the first segment."""
         positions = self.positions.parameters() if self.positions is not None else []
         return [*self.embedding.parameters(), *positions]
-
-    def segment_parameters(self, segment: Segment) -> list[nn.Parameter]:
-        return [p for index in segment.blocks for p in self.blocks[index].parameters()]
 
     def forward(
         self, tokens: Tensor, starts: Tensor | None = None
@@ -192,20 +105,6 @@ class Transformer(nn.Module):
             parameter.zero_()
         else:
             parameter.fill_(1.0)
-
-    def weight(self, parameter: nn.Parameter) -> Tensor:
-        """The values of a parameter, on the host if the device does not have them all the time."""
-        if self.elsewhere is None:
-            return parameter.detach()
-        return self.elsewhere.read(parameter).view(parameter.shape)
-
-    @torch.no_grad()
-    def set_weight(self, parameter: nn.Parameter, values: Tensor) -> None:
-        if self.elsewhere is None:
-            parameter.copy_(values)
-        else:
-            self.elsewhere.write(parameter, 0, values.reshape(-1))
-            self.elsewhere.written(parameter)
 
 
 def make_transformer(
@@ -255,8 +154,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Tied weights count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Tied weights count once; a module with packed weights (`n_values`) counts what these stand for."""
+    values = {module: getattr(module, "n_values", None) for module in model.modules()}
+    packed = {module: n for module, n in values.items() if isinstance(n, int)}
+    own = [named for module in packed for named in module.named_parameters(recurse=False)]
+    stored = {parameter for name, parameter in own if name != "bias"}
+    dense = sum(p.numel() for p in model.parameters() if p not in stored)
+    return dense + sum(packed.values())
 
 
 def step_flops(dimensions: Dimensions, n_parameters: int, seq_len: int) -> int:

@@ -16,7 +16,6 @@ from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
 from memtrain.memory import file_store
 from memtrain.memory.host_optimizer import HostOptimizer
-from memtrain.model.hf import LanguageModel
 from memtrain.model.transformer import Dimensions, count_parameters
 from memtrain.phantom import CATEGORIES, PhantomCPU, PhantomGPU, Report
 from memtrain.phantom.allocator import allocator_settings
@@ -177,12 +176,7 @@ def lengthened(report: Report, shorter: Report, n_more: int, batch_bytes: int) -
 def make_step(
     config: Config, dimensions: Dimensions, device: torch.device
 ) -> tuple[TrainStep, Callable[..., list[Batch]]]:
-    if config.model.config:
-        hf_model = build.build_hf_model(config, device)
-        hf_model.check_length(config.seq_len)
-        model: LanguageModel = hf_model
-    else:
-        model = build.build_model(replace(config, compile="off"), dimensions, device)
+    model = build.build_model(replace(config, compile="off"), dimensions, device, reads=False)
     step = build.build_step(config, model, device)
     shape, pinned = (config.micro_batch, config.seq_len), device.type != "cpu"
 

@@ -10,16 +10,17 @@ from memtrain.config.derived import resolve_path
 from memtrain.data.tokenizer import Tokenizer, load_tokenizer
 from memtrain.device import select_device
 from memtrain.engine import build
-from memtrain.engine.checkpoint import load_weights
 from memtrain.engine.generate import generate as generate_tokens
+from memtrain.engine.loaded import load_run
 from memtrain.errors import UserError
-from memtrain.model.transformer import Transformer, count_parameters
+from memtrain.model.language_model import LanguageModel
+from memtrain.model.transformer import count_parameters
 from memtrain.report import console
 from memtrain.run_folder import WEIGHTS
 from memtrain.tasks.run import Place
 
 
-def sample(config: Config, model: Transformer, tokenizer: Tokenizer) -> str:
+def sample(config: Config, model: LanguageModel, tokenizer: Tokenizer) -> str:
     """The prompt and what the model makes of it."""
     tokens = generate_tokens(
         model,
@@ -34,8 +35,8 @@ def sample(config: Config, model: Transformer, tokenizer: Tokenizer) -> str:
 
 def generate(config: Config, place: Place) -> dict[str, Any]:
     """Continue `generate.prompt` with a finished run."""
-    folder = finished_run(config, place)
-    model = load_weights(folder, select_device(config.device))
+    folder = finished_run(config, place, config.generate.run, "generate.run")
+    model = load_run(folder, select_device(config.device)).model
     tokenizer = load_tokenizer(run_folder_of(folder) / "tokenizer.json")
     text = sample(config, model, tokenizer)
     console.print_header([f"from {folder}", "", console.printable(text)])
@@ -47,15 +48,16 @@ def run_folder_of(folder: Path) -> Path:
     return folder if (folder / "tokenizer.json").exists() else folder.parent.parent
 
 
-def finished_run(config: Config, place: Place) -> Path:
-    if config.generate.run:
-        return resolve_path(config.generate.run, place.base)
+def finished_run(config: Config, place: Place, wanted: str | None, key: str) -> Path:
+    """What `wanted` names, else the newest finished run of this name. Raises UserError if there is none."""
+    if wanted:
+        return resolve_path(wanted, place.base)
     runs = place.runs or place.folder.parent
     weights = runs.glob(f"*/{WEIGHTS}")
     with_text = (path for path in weights if (path.parent / "tokenizer.json").exists())
     found = sorted(with_text, key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError(
-            f"generate.run: no finished run in {runs}; name={config.name} says whose, or name a run's folder"
+            f"{key}: no finished run in {runs}; name={config.name} says whose, or name a run's folder"
         )
     return found[-1].parent

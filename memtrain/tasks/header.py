@@ -7,11 +7,13 @@ from memtrain.config.derived import segment_blocks
 from memtrain.data.packing import Packed
 from memtrain.data.prepare import Data
 from memtrain.device import describe_device
-from memtrain.model.transformer import Transformer, count_parameters
+from memtrain.engine.pretrained import Published
+from memtrain.model.language_model import LanguageModel
+from memtrain.model.transformer import count_parameters
 from memtrain.units import format_count
 
 
-def header(config: Config, model: Transformer, device: torch.device, windows: int) -> list[str]:
+def header(config: Config, model: LanguageModel, device: torch.device, windows: int) -> list[str]:
     """What is about to run, in the words of the four switches."""
     d = model.dimensions
     n_parameters = count_parameters(model)
@@ -36,6 +38,15 @@ def header(config: Config, model: Transformer, device: torch.device, windows: in
     if config.optimizer.in_backward:
         lines.append(f"           {IN_BACKWARD[config.optimizer.in_backward_clip]}")
     return lines
+
+
+def published_line(found: Published) -> str:
+    who = (
+        f"memtrain's Transformer as {found.family.name}"
+        if found.family
+        else "transformers' own model"
+    )
+    return f"base       {found.path} · {who}: {found.why}"
 
 
 IN_BACKWARD = {

@@ -2,6 +2,7 @@
 
 import torch._dynamo  # noqa: F401  torch would import it in the midst of a run
 
+from memtrain.tasks.export import export
 from memtrain.tasks.generate import generate
 from memtrain.tasks.numerics import numerics
 from memtrain.tasks.plan import plan
@@ -13,4 +14,5 @@ TASKS: dict[str, Task] = {
     "plan": plan,
     "generate": generate,
     "numerics": numerics,
+    "export": export,
 }

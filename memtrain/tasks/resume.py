@@ -14,7 +14,7 @@ from memtrain.engine.loop import Progress
 from memtrain.engine.resume import ROUNDING, changes, check_changes, last_good, restore
 from memtrain.engine.step import TrainStep
 from memtrain.errors import NotFiniteError, NothingToDo, UserError
-from memtrain.model.transformer import Transformer
+from memtrain.model.language_model import LanguageModel
 from memtrain.report import console, tables
 from memtrain.run_folder import (
     CONFIG,
@@ -35,7 +35,7 @@ def resume(
     chosen: dict[str, Any],
     place: Place,
     step: TrainStep,
-    model: Transformer,
+    model: LanguageModel,
     loader: Windows,
 ) -> Progress:
     """Go on where `resume` says. Raises UserError where there is nothing, or the run is another one."""

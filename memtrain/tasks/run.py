@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from memtrain.config import Config, parse
+from memtrain.config.derived import resolve_path
 from memtrain.config.effects import no_effect_warnings
 from memtrain.errors import (
     EXIT_FAILED,
@@ -71,6 +72,7 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
     `memtrain.errors` if the task fails.
     """
     place.folder.mkdir(parents=True, exist_ok=True)
+    make_paths_whole(tree, place.base)
     if tree.get("resume") and newest(place.folder):
         place = replace(place, held=HeldLog())
     summary: dict[str, Any] = {"status": "ok", "error": None, "task": tree.get("task")}
@@ -103,6 +105,17 @@ def run_task(tree: dict[str, Any], place: Place, tasks: Mapping[str, Task]) -> f
             place.planner.close()
     metric: float | None = summary.get("metric")
     return metric
+
+
+PATHS = (("model", "path"), ("model", "config"), ("adapter", "path"))
+"""Of what a run is made of: whoever goes on with it may do so from another folder."""
+
+
+def make_paths_whole(tree: dict[str, Any], base: Path) -> None:
+    for group, key in PATHS:
+        given = tree.get(group, {}).get(key)
+        if isinstance(given, str) and given:
+            tree[group][key] = str(resolve_path(given, base))
 
 
 def checked(tree: dict[str, Any]) -> Config:

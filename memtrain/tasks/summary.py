@@ -15,7 +15,8 @@ from memtrain.engine.optimizers import state_bytes_per_parameter
 from memtrain.engine.step import TrainStep
 from memtrain.engine.update import parameters_of
 from memtrain.errors import NotFiniteError
-from memtrain.model.transformer import Transformer, count_parameters
+from memtrain.model.language_model import LanguageModel
+from memtrain.model.transformer import count_parameters
 from memtrain.report import console
 from memtrain.tasks.generate import sample
 from memtrain.tasks.header import document_figures
@@ -57,7 +58,7 @@ def size_of(step: TrainStep, config: Config) -> dict[str, Any]:
     }
 
 
-def what_was_learned(config: Config, model: Transformer, data: Data) -> dict[str, Any]:
+def what_was_learned(config: Config, model: LanguageModel, data: Data) -> dict[str, Any]:
     """What the loss is to be held against, and a sample of text."""
     found: dict[str, Any] = {"vocab_size": model.dimensions.vocab_size}
     if isinstance(data.train, Packed):

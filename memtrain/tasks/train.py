@@ -16,19 +16,24 @@ from memtrain.data.loader import Windows
 from memtrain.data.prepare import Data
 from memtrain.device import host_peak_bytes, host_peak_watched, select_device
 from memtrain.engine import build
+from memtrain.engine.build import adapts
 from memtrain.engine.checkpoint import Checkpoints, save_weights
+from memtrain.engine.loaded import Loaded
 from memtrain.engine.loop import Callbacks, Pace, Progress, mean_loss
 from memtrain.engine.loop import train as train_loop
+from memtrain.engine.pretrained import Published, find_published
 from memtrain.engine.resume import capture
 from memtrain.engine.step import TrainStep
+from memtrain.model.language_model import LanguageModel
 from memtrain.model.loss import Terms
-from memtrain.model.transformer import Transformer, count_parameters, step_flops
+from memtrain.model.transformer import count_parameters, step_flops
 from memtrain.report import console
 from memtrain.report.recorder import Recorder
 from memtrain.run_folder import PLAN, write_json
 from memtrain.stop import StopRequest
 from memtrain.tasks.card import card_of_run, peak_flops, warn_of_missing_type
-from memtrain.tasks.header import data_lines, header
+from memtrain.tasks.export import leave
+from memtrain.tasks.header import data_lines, header, published_line
 from memtrain.tasks.nvme import check_room_for_files, own_nvme_folder
 from memtrain.tasks.predicted import (
     explain_out_of_memory,
@@ -53,11 +58,12 @@ class Run:
     place: Place
     data: Data
     loader: Windows
-    model: Transformer
+    model: LanguageModel
     step: TrainStep
     checkpoints: Checkpoints
     progress: Progress
     plan: dict[str, Any] | None
+    published: Published | None
 
     @property
     def steps(self) -> int:
@@ -109,7 +115,8 @@ def make_run(
     progress = Progress()
     if config.resume:
         progress = resume(config, chosen, place, step, model, loader)
-    return Run(config, chosen, place, data, loader, model, step, checkpoints, progress, plan)
+    parts = (data, loader, model, step, checkpoints, progress, plan)
+    return Run(config, chosen, place, *parts, find_published(config))
 
 
 def announce(run: Run) -> None:
@@ -119,6 +126,8 @@ def announce(run: Run) -> None:
         write_json(folder / PLAN, without_timeline(run.plan))
     if run.data.tokenizer:
         run.data.tokenizer.save(folder / "tokenizer.json")
+    if run.published is not None:
+        console.print_header([published_line(run.published)])
     console.print_header(header(config, run.model, run.step.device, windows))
     console.print_header(data_lines(run.data))
     if (epochs := run.chosen["epochs"]) is not None:
@@ -192,6 +201,9 @@ def train_and_save(run: Run, recorder: Recorder, request: StopRequest) -> None:
             )
         run.step.settle()
         save_weights(run.model, run.place.folder)
+        if run.published is not None:
+            loaded = Loaded(config, run.published, run.model)
+            leave(loaded, run.place.folder, adapts(config))
 
 
 def evaluation(

@@ -33,7 +33,10 @@ NEEDS = {
     "offload=optimizer_nvme": ["offload.nvme_dir=/mnt/nvme"],
     "offload=params_nvme": ["offload.nvme_dir=/mnt/nvme"],
     "offload=all_nvme": ["offload.nvme_dir=/mnt/nvme"],
-    "model=hf": ["task=plan", "model.config=config.json"],
+    "model=hf": ["task=plan", "model.config=FOLDER"],
+    "tokenizer=model": ["model=hf", "model.path=FOLDER"],
+    "adapter=lora": ["task=plan"],
+    "adapter=qlora": ["task=plan"],
     "tokenizer=file": ["tokenizer.path=tokenizer.json"],
 }
 NOT_AVAILABLE = {"precision=fp8"}
@@ -55,12 +58,14 @@ PARAMETERS = {
 
 
 def test_all_files_are_found() -> None:
-    assert len(CHOICES) == 87
+    assert len(CHOICES) == 90
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_composes(choice: str, config: Compose) -> None:
-    overrides = [choice, *NEEDS.get(choice, [])]
+def test_every_choice_composes(choice: str, config: Compose, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    needed = (text.replace("FOLDER", str(tmp_path)) for text in NEEDS.get(choice, []))
+    overrides = [choice, *needed]
     if choice not in NOT_AVAILABLE:
         assert isinstance(config(*overrides), Config)
         return

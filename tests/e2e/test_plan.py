@@ -80,5 +80,5 @@ def test_a_plan_says_what_the_card_lacks(run: Run) -> None:
 def test_hf_needs_its_config_and_only_plans(run: Run) -> None:
     done = run("model=hf", "task=plan")
     assert done.returncode == 2
-    assert "model.config" in done.stderr
+    assert "model.path: model=hf needs it" in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from memtrain.data.loader import Batch
 from memtrain.device import autocast
 from memtrain.memory.activation_offload import ActivationOffload, _Moved
-from memtrain.model.transformer import Dimensions, Segment, make_transformer
+from memtrain.model.language_model import Segment
+from memtrain.model.transformer import Dimensions, make_transformer
 from memtrain.phantom import PhantomGPU, RaceError
 from memtrain.phantom.ledger import page_bytes
 

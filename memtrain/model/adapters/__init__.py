@@ -1,1 +1,1 @@
-"""Small matrices beside frozen large ones: empty so far."""
+"""Adapters on frozen matrices: LoRA, DoRA, NF4, and peft's files."""

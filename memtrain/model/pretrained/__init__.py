@@ -1,1 +1,0 @@
-"""Models that others trained, in and out: empty so far."""

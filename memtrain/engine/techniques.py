@@ -1,0 +1,113 @@
+"""The techniques that change a model: `TECHNIQUES` in the order in which they wrap it. One entry is one technique."""
+
+import fnmatch
+import re
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from memtrain.config.derived import blocks_with, named_blocks, offloaded_blocks, segment_blocks
+from memtrain.config.tree import Config
+from memtrain.engine.adapt import trained_beside
+from memtrain.errors import UserError
+from memtrain.memory.activation_offload import ActivationOffload
+from memtrain.memory.compiled import compile_blocks, compile_training
+from memtrain.memory.mlp_chunks import chunk_mlps
+from memtrain.memory.param_offload import ParamOffload
+from memtrain.memory.recompute import recompute
+from memtrain.memory.selective import selective_contexts
+from memtrain.model.language_model import LanguageModel
+from memtrain.model.transformer import Transformer
+
+
+def apply_train_only(config: Config, model: LanguageModel) -> None:
+    """Freeze what is not named, and say what the gradients of the rest are kept in."""
+    chosen = trained_names(config, [name for name, _ in model.named_parameters()])
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(config.precision.gradients or "")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+        if wanted is not None and parameter.requires_grad:
+            parameter.grad_dtype = wanted
+
+
+def trained_names(config: Config, names: list[str]) -> set[str]:
+    """Raises UserError for a part of `model.train_only` that names no parameter."""
+    if config.adapter.name != "none":
+        return trained_beside(config, names)
+    if config.model.train_only is None:
+        return set(names)
+    found: set[str] = set()
+    for part in str(config.model.train_only).split(","):
+        named = named_parameters(part.strip(), names, config.model.n_layers)
+        if not named:
+            raise UserError(
+                f"model.train_only={part.strip()}: names no parameter; use blocks (last 2, 0-3) or patterns such as "
+                f"{names[0]} or blocks.*.mlp.*"
+            )
+        found |= named
+    return found
+
+
+def named_parameters(part: str, names: list[str], n_layers: int) -> set[str]:
+    if re.fullmatch(r"all|\d+(-\d+)?|(every|first|last) \d+", part):
+        blocks = {f"blocks.{index}." for index in named_blocks(part, n_layers, "model.train_only")}
+        return {name for name in names if name.startswith(tuple(blocks))}
+    return set(fnmatch.filter(names, part))
+
+
+def apply_mlp_chunks(config: Config, model: LanguageModel) -> None:
+    if config.model.mlp_chunks > 1 and isinstance(model, Transformer):
+        blocks = named_blocks(config.model.mlp_chunk_blocks, len(model.blocks), "")
+        chunk_mlps(model, config.model.mlp_chunks, blocks)
+
+
+def apply_recompute(config: Config, model: LanguageModel) -> None:
+    """Put segments in the place of the blocks, as `checkpointing` and `checkpoint_every` say."""
+    wanted, every = config.checkpointing, segment_blocks(config)
+    chosen = named_blocks(wanted.blocks, len(model.blocks), "")
+    contexts = partial(selective_contexts, wanted.keep, wanted.matmul_fraction)
+    if wanted.policy == "selective":
+        recompute(model, chosen, 1, contexts)
+    elif wanted.policy == "per_block":
+        recompute(model, sorted(blocks_with(config, "recompute")), 1)
+        recompute(model, sorted(blocks_with(config, "selective")), 1, contexts)
+    elif wanted.policy == "alternate" and every:
+        recompute(model, [index for index in chosen if index % every], 1)
+    elif every:
+        recompute(model, chosen, every)
+
+
+def apply_activation_offload(config: Config, model: LanguageModel) -> None:
+    """Wrap the segments whose saved tensors wait on the host; those of the last one never do."""
+    chosen = offloaded_blocks(config)
+    if not chosen:
+        return
+    offload = ActivationOffload(model, config.offload.min_tensor_bytes)
+    last = len(model.segments) - 1
+    for index, segment in enumerate(model.segments):  # all: what stays, too, tells when to fetch
+        kept = index == last or not chosen.intersection(segment.blocks)
+        model.segments[index] = offload.wrap(segment, keep=kept)
+
+
+def apply_param_offload(config: Config, model: LanguageModel) -> None:
+    if isinstance(model.elsewhere, ParamOffload):
+        model.elsewhere.wrap(model)
+
+
+def apply_compile(config: Config, model: LanguageModel) -> None:
+    if config.compile == "blocks":
+        compile_blocks(model)
+    elif config.compile == "model":
+        compile_training(model)
+
+
+TECHNIQUES: tuple[Callable[[Config, LanguageModel], None], ...] = (
+    apply_train_only,
+    apply_mlp_chunks,
+    apply_recompute,
+    apply_activation_offload,
+    apply_param_offload,
+    apply_compile,
+)
+"""In the order in which they wrap a model, from the inside out."""

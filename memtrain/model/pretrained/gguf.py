@@ -1,0 +1,59 @@
+"""A .gguf file by transformers' own reader: all of it is unpacked in host memory, in fp32."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    values: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def read(self, first: int, buffer: Tensor) -> None:
+        buffer.copy_(self.values[first : first + len(buffer)])
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """Raises UserError where transformers cannot read it, or its reader is not installed."""
+    return _read(path, "AutoConfig").to_dict()  # type: ignore[no-any-return]
+
+
+def read_gguf_tensors(path: Path) -> dict[str, Unpacked]:
+    model = _read(path, "AutoModelForCausalLM", dtype=torch.float32)
+    seen: dict[int, str] = {}
+    found = {}
+    for name, values in model.state_dict().items():
+        if seen.setdefault(values.data_ptr(), name) == name:  # a tied head is the embedding
+            found[name] = Unpacked(values)
+    return found
+
+
+def _read(path: Path, reader: str, **options: Any) -> Any:
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    try:
+        import gguf  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"{path}: reading it needs transformers and gguf; pip install 'memtrain[hf,gguf]'"
+        ) from error
+    try:
+        load = getattr(transformers, reader).from_pretrained
+        return load(path.parent, gguf_file=path.name, **options)
+    except (OSError, ValueError, KeyError, NotImplementedError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: transformers cannot read it: {reason}") from error
