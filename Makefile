@@ -5,7 +5,7 @@ RUN := .venv/.installed
 DEV := .venv/.installed-dev
 TEST_ARGS ?=
 
-.PHONY: help setup dev train compare test test-slow check gpu-check tensorboard
+.PHONY: help setup dev train compare test test-slow check docs gpu-check tensorboard
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ check: dev  ## lint, format, types, import contract, sizes
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/unit/test_sizes.py
+
+docs: setup  ## docs/config.md and docs/schema/ from the fields of the config
+	$(BIN)/python -m memtrain.config.reference
 
 gpu-check: dev  ## on a machine with a CUDA GPU: measured against predicted
 	$(BIN)/python benchmarks/gpu_check.py
