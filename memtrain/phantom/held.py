@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from memtrain.phantom.ledger import (
     BACKWARD,
@@ -35,8 +35,7 @@ TIMELINE_POINTS = 1000
 HOST = "host"  # pageable and pinned together, where a space is asked for
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """What is allocated after one event."""
 
     event: int
@@ -139,7 +138,7 @@ def peaks(ledger: Ledger, space: str = DEVICE) -> tuple[dict[str, Moment], list[
     for number, now in enumerate(walk(ledger, space)):
         if now.event not in wanted and number % every:
             continue
-        now = replace(now, categories=_filled(now.categories), modules=_filled(now.modules))
+        now = now._replace(categories=_filled(now.categories), modules=_filled(now.modules))
         timeline.append(now)
         if now.event in wanted:
             found[wanted[now.event]] = now

@@ -97,14 +97,13 @@ class Ledger:
         self.dead: deque[Any] = deque()
         self._bury = self.dead.append
 
-    def enter_span(self, phase: str, repeated: bool = False) -> None:
+    def enter_span(self, phase: str, repeated: bool) -> None:
         """From the next event on the phase is `phase`."""
         last = self.spans[-1]
-        if phase != last.phase or repeated != last.repeated:
-            run = last.run + (phase != last.phase)
-            if phase == BACKWARD and last.phase == OPTIMIZER and self.spans[-2].phase == BACKWARD:
-                run = self.spans[-2].run  # an optimizer that steps in backward does not end it
-            self.spans.append(Span(len(self.events), phase, repeated, run))
+        run = last.run + (phase != last.phase)
+        if phase == BACKWARD and last.phase == OPTIMIZER and self.spans[-2].phase == BACKWARD:
+            run = self.spans[-2].run  # an optimizer that steps in backward does not end it
+        self.spans.append(Span(len(self.events), phase, repeated, run))
 
     def allocate(self, space: str, size_bytes: int, op: str, module: str, stream: int) -> Record:
         """A new record. Raises OutOfMemoryError, and has then changed nothing."""

@@ -71,9 +71,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.schedule = schedule = Schedule()
         self.fake = fake = FakeMode()
         self.failures = failures = Failures()
-        self.watch = watch = ModuleWatch(self.mark, self._start_forward)
+        self.watch = watch = ModuleWatch(self._start_forward)
         self.races = races = Races(self.device_type, ledger, schedule, watch, failures)
         self.storages = Storages(self.device_type, fake, ledger, schedule, watch, races, failures)
+        self.mark = watch.mark = self.storages.mark
         self.fakes = Fakes(fake, self.keys_of, self.storages, watch)
         self.values = Values(self.device_type, schedule, watch, races)
         schedule.on_order = self._ordered
@@ -128,7 +129,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if task != self._task:
             self._turn(task)
         repeated = task != -1 and len(self.watch.stack) > self._task_depth
-        self.ledger.enter_span(self._phase(task), repeated)
+        phase, last = self._phase(task), self.ledger.spans[-1]
+        if phase != last.phase or repeated != last.repeated:
+            self.ledger.enter_span(phase, repeated)
 
     def _phase(self, task: int) -> str:
         if self.phase_name:
@@ -256,9 +259,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self.fakes.rekeyed(aten.clone.default(args[0]), args)
         self.storages.see(out, "aten._pin_memory", pinned=True)
         return out
-
-    def mark(self, t: torch.Tensor, category: str, module: str | None = None) -> None:
-        self.storages.mark(t, category, module)
 
     def resized(self, storage: Any) -> None:
         self.settle()

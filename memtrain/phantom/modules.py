@@ -29,8 +29,8 @@ Mark = Callable[[torch.Tensor, str, str | None], None]
 class ModuleWatch:
     """The stack of running modules, and marks for the tensors that belong to them."""
 
-    def __init__(self, mark: Mark, on_root: Callable[[], None]) -> None:
-        self.mark = mark
+    def __init__(self, on_root: Callable[[], None]) -> None:
+        self.mark: Mark = lambda tensor, category, module: None
         self.on_root = on_root
         self.on_new_root: Callable[[], None] = lambda: None
         self.stack: list[tuple[nn.Module, str]] = []

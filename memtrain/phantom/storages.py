@@ -53,7 +53,7 @@ class Storages:
         self.see_if_new(t, "earlier phantom")
 
     def _allocate(self, space: str, size_bytes: int, op: str) -> Record:
-        stream = self.schedule.current_id
+        stream = self.schedule.current.stream_id if self.schedule.tracking else 0
         try:
             return self.ledger.allocate(space, size_bytes, op, self.watch.path, stream)
         except OutOfMemoryError as error:
@@ -80,7 +80,8 @@ class Storages:
 
     def take_workspace(self, size_bytes: int, in_backward: bool) -> None:
         """One cuBLAS workspace per handle (forward's thread, backward's) and stream."""
-        handle = (in_backward, self.schedule.current_id)
+        stream = self.schedule.current.stream_id if self.schedule.tracking else 0
+        handle = (in_backward, stream)
         if handle not in self._workspaces:
             record = self._allocate(DEVICE, size_bytes, "cublas workspace")
             self._workspaces.add(handle)
@@ -140,7 +141,7 @@ class Storages:
             return
         if t.fake_mode is not self.mode:
             self.adopt(t)
-        record = self.ledger.of(t)
+        record = self.ledger.find(t.untyped_storage())
         if record is None or (category == "inputs" and record.category is not None):
             return
         record.category = category

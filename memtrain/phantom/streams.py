@@ -113,10 +113,6 @@ class Schedule:
         return self.stack[-1] if self.stack else self.default
 
     @property
-    def current_id(self) -> int:
-        return self.current.stream_id if self.tracking else 0
-
-    @property
     def default(self) -> Stream:
         return self.streams.get(0) or Stream(stream_id=0)
 
