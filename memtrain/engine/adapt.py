@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from memtrain.config import Config
 from memtrain.errors import UserError
+from memtrain.model.adapters import peft_format
 from memtrain.model.adapters.lora import Lora, LoraOptions, LoraPart, attach, initialise, targets
 from memtrain.model.adapters.nf4 import NF4Linear
-from memtrain.model.language_model import LanguageModel
+from memtrain.model.adapters.peft_format import PeftAdapter
+from memtrain.model.language_model import ADAPTER, LanguageModel
 from memtrain.model.pretrained.families import FAMILIES, Family
 from memtrain.model.transformer import Fill, Transformer
 
@@ -84,14 +87,29 @@ def rows_of(linear: nn.Module) -> int:
     return linear.weight.shape[is_conv1d(linear)]
 
 
-def chosen_sites(config: Config, sites: list[Site]) -> list[Site]:
-    """Raises UserError for targets that match nothing."""
+def chosen_sites(config: Config, sites: list[Site]) -> dict[Site, LoraOptions]:
+    """Those that `adapter.path` or `adapter.targets` names. Raises UserError for what matches nothing."""
+    if config.adapter.path:
+        return sites_with(peft_format.read(Path(config.adapter.path)), sites)
     found = set(targets([site.path for site in sites], config.adapter.targets))
-    return [site for site in sites if site.path in found]
+    return {site: adapter_options(config) for site in sites if site.path in found}
 
 
-def options_of(config: Config) -> LoraOptions:
+def sites_with(adapter: PeftAdapter, sites: list[Site]) -> dict[Site, LoraOptions]:
+    """Raises UserError for an adapter on layers that the model does not have."""
+    by_path = {site.path: site for site in sites}
+    for layer in adapter.ranks:
+        if layer not in by_path:
+            raise UserError(
+                f"{adapter.folder}: sits on {layer}, which the model does not have; is it of another base?"
+            )
+    return {by_path[layer]: adapter.options_of(layer) for layer in adapter.ranks}
+
+
+def adapter_options(config: Config) -> LoraOptions:
     wanted = config.adapter
+    if wanted.path:
+        return peft_format.read(Path(wanted.path)).options
     return LoraOptions(wanted.rank, wanted.alpha, wanted.dropout, wanted.rslora, wanted.dora)
 
 
@@ -99,16 +117,16 @@ def adapt(
     config: Config, model: LanguageModel, family: Family | None, device: torch.device
 ) -> None:
     """Quantize the linear layers of the blocks, if that is wanted, and put adapters beside those chosen."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
     sites = sites_of(model, family)
     if config.adapter.name == "qlora":
         for name in dict.fromkeys(site.module for site in sites):
             heights = [site.stop - site.start for site in sites if site.module == name]
             replace_by_nf4(model, name, heights, config.adapter.double_quantization)
-    by_module: dict[str, dict[str, tuple[int, int]]] = {}
-    for site in chosen_sites(config, sites):
-        by_module.setdefault(site.module, {})[site.part] = (site.start, site.stop)
-    for name, parts in by_module.items():
-        attach(model.get_submodule(name), parts, options_of(config), device)
+    for site, options in chosen_sites(config, sites).items():
+        parts = {site.part: (site.start, site.stop)}
+        attach(model.get_submodule(site.module), parts, options, device)
 
 
 def replace_by_nf4(model: nn.Module, name: str, heights: list[int], double: bool) -> None:
@@ -187,10 +205,10 @@ class AdaptedFill:
             self._norms[path] = torch.linalg.vector_norm(weight.detach().float(), dim=1)
 
 
-def trained_beside(config: Config, names: list[str]) -> set[str]:
+def trained_beside(config: Config, model: LanguageModel) -> set[str]:
     """The adapters and what `adapter.also_train` names. Raises UserError for a pattern that names nothing."""
-    found = {name for name in names if ".adapter." in name}
-    base = [name for name in names if name not in found]
+    found = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    base = [name for name, _ in model.named_parameters() if ADAPTER not in name]
     for pattern in filter(
         None, (part.strip() for part in (config.adapter.also_train or "").split(","))
     ):

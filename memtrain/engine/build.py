@@ -43,6 +43,7 @@ from memtrain.data.tokenizer import (
 )
 from memtrain.engine.adapt import AdaptedFill, adapt
 from memtrain.engine.build_updates import build_updates, file_store
+from memtrain.engine.peft_files import load_adapter
 from memtrain.engine.pretrained import Published, end_of_text, find_published
 from memtrain.engine.schedule import Schedule, make_schedule
 from memtrain.engine.step import TrainStep
@@ -50,6 +51,7 @@ from memtrain.engine.techniques import TECHNIQUES
 from memtrain.errors import UserError
 from memtrain.memory.file_homes import FileWeights
 from memtrain.memory.param_offload import MemoryWeights, ParamOffload
+from memtrain.model.adapters import peft_format
 from memtrain.model.language_model import LanguageModel
 from memtrain.model.layers import RopeScaling
 from memtrain.model.loss import LossFunction, Terms, chunked_loss, full_loss
@@ -248,6 +250,9 @@ def build_model(
         wrapped.dimensions = dimensions
         model = wrapped
     model.elsewhere = offload
+    if reads and config.adapter.path:
+        adapter = peft_format.read(Path(config.adapter.path))
+        load_adapter(adapter, model, found.family if found else None)
     for apply in TECHNIQUES:
         apply(config, model)
     return model

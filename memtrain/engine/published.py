@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from memtrain.engine.adapt import adapter_options
 from memtrain.engine.loaded import Loaded
-from memtrain.errors import UserError
+from memtrain.engine.peft_files import write_peft
 from memtrain.model.pretrained.as_family import hf_config_of
 from memtrain.model.pretrained.export import Tensors, tensors_as, write_folder
 from memtrain.model.pretrained.families import FAMILIES, shapes_of
@@ -61,4 +62,7 @@ def dense_names(loaded: Loaded) -> dict[str, str]:
 
 
 def write_adapter(loaded: Loaded, target: Path) -> None:
-    raise UserError(f"{target}: not yet")
+    """In peft's format."""
+    found = loaded.published
+    assert found is not None, "adapters are trained on published models"
+    write_peft(loaded.model, found.family, found.path, adapter_options(loaded.config), target)

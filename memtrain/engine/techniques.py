@@ -23,7 +23,10 @@ from memtrain.model.transformer import Transformer
 
 def apply_train_only(config: Config, model: LanguageModel) -> None:
     """Freeze what is not named, and say what the gradients of the rest are kept in."""
-    chosen = trained_names(config, [name for name, _ in model.named_parameters()])
+    if config.adapter.name == "none":
+        chosen = trained_names(config, [name for name, _ in model.named_parameters()])
+    else:
+        chosen = trained_beside(config, model)
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(config.precision.gradients or "")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
@@ -33,8 +36,6 @@ def apply_train_only(config: Config, model: LanguageModel) -> None:
 
 def trained_names(config: Config, names: list[str]) -> set[str]:
     """Raises UserError for a part of `model.train_only` that names no parameter."""
-    if config.adapter.name != "none":
-        return trained_beside(config, names)
     if config.model.train_only is None:
         return set(names)
     found: set[str] = set()

@@ -241,13 +241,13 @@ def targets(names: Sequence[str], wanted: str | Sequence[str]) -> list[str]:
         if found:
             return found
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in names):
+        if not any(matching(name, pattern) for name in names):
             last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise UserError(
                 f"adapter.targets: {pattern!r} matches no linear layer; there are {', '.join(last)}"
             )
-    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(matching(name, pattern) for pattern in patterns)]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matching(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
