@@ -11,7 +11,7 @@ from memtrain.config import Config, parse
 from memtrain.config.published import is_published
 from memtrain.engine.build import adapts, build_dimensions, build_model
 from memtrain.engine.checkpoint import check_shapes, load_weights, read_config
-from memtrain.engine.pretrained import Published, find_published
+from memtrain.engine.pretrained import Published, end_of_text, find_published
 from memtrain.errors import UserError
 from memtrain.model.adapters.lora import Lora, merged
 from memtrain.model.adapters.nf4 import NF4Linear
@@ -25,6 +25,12 @@ class Loaded:
     """The run's own."""
     published: Published | None
     model: LanguageModel
+
+    @property
+    def end_of_text(self) -> str | None:
+        """The token that the run's tokenizer ends a text with; None: one of the usual ones."""
+        path = self.config.model.path
+        return self.config.tokenizer.end_of_text or (end_of_text(Path(path)) if path else None)
 
     def weight(self, name: str) -> Tensor:
         """A weight of the dense model, what adapters add to it included."""

@@ -36,8 +36,9 @@ def sample(config: Config, model: LanguageModel, tokenizer: Tokenizer) -> str:
 def generate(config: Config, place: Place) -> dict[str, Any]:
     """Continue `generate.prompt` with a finished run."""
     folder = finished_run(config, place, config.generate.run, "generate.run")
-    model = load_run(folder, select_device(config.device)).model
-    tokenizer = load_tokenizer(run_folder_of(folder) / "tokenizer.json")
+    loaded = load_run(folder, select_device(config.device))
+    tokenizer = load_tokenizer(run_folder_of(folder) / "tokenizer.json", loaded.end_of_text)
+    model = loaded.model
     text = sample(config, model, tokenizer)
     console.print_header([f"from {folder}", "", console.printable(text)])
     return {"sample": text, "from": str(folder), "parameters": count_parameters(model)}
