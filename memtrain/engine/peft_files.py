@@ -13,10 +13,14 @@ from memtrain.model.transformer import Transformer
 
 
 def load_adapter(adapter: PeftAdapter, model: LanguageModel, family: Family | None) -> None:
-    """Put peft's values into the adapters of `model`."""
+    """Put peft's values into the adapters of `model`. Raises UserError for matrices that are left over, or left out."""
     names = parameter_names(model, family)
     parameters = dict(model.named_parameters())
-    for key, values in peft_format.tensors_of(adapter).items():
+    found = peft_format.tensors_of(adapter)
+    for layer, own in names:
+        if own and (layer, own) not in found:
+            raise UserError(f"{adapter.folder}: no {own} for {layer} in it; get it again")
+    for key, values in found.items():
         if key not in names:
             raise UserError(f"{adapter.folder}: {key[0]} has no counterpart in the model")
         parameter = parameters[names[key]]
@@ -53,6 +57,10 @@ def parameter_names(model: LanguageModel, family: Family | None) -> dict[tuple[s
         for rows in family.rows(model.dimensions):
             if len(rows.ours) == len(rows.theirs) == 1 and not rows.transposed:
                 found[rows.theirs[0], ""] = rows.ours[0]
+        if (
+            model.dimensions.tied
+        ):  # peft would train a copy of the embedding, and leave the head what it was
+            found["lm_head.weight", ""] = "embedding.weight"
     else:
         for name, _ in model.named_parameters():
             if ADAPTER not in name:

@@ -165,7 +165,9 @@ def write(
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    values = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named.items()}
+    values = {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()
+    }
     save_file(values, new / WEIGHTS, metadata={"format": "pt"})
     (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     sync_folder(new)
