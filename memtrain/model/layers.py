@@ -150,7 +150,7 @@ class _LinearBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(cast, weight)
+        ctx.save_for_backward(cast if ctx.needs_input_grad[2] else None, weight)
         ctx.x_dtype = x.dtype
         return cast.new_empty(()).expand(*cast.shape[:-1], weight.shape[0])
 

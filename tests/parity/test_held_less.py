@@ -194,7 +194,7 @@ def peak(config, *overrides):
 
 @pytest.mark.slow
 def test_peaks_fall_in_the_order_the_documentation_promises(config):
-    """docs/memory.md, from top to bottom."""
+    """docs/fit-my-model.md, from top to bottom."""
     ladder = [
         ("loss=full",),
         (),
