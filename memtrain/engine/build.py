@@ -250,6 +250,8 @@ def build_model(
         wrapped.dimensions = dimensions
         model = wrapped
     model.elsewhere = offload
+    if reads and adapts(config) and found and found.source:
+        model.base = found.source.fingerprint()
     if reads and config.adapter.path:
         adapter = peft_format.read(Path(config.adapter.path))
         load_adapter(adapter, model, found.family if found else None)

@@ -29,11 +29,18 @@ FIXED = (
     "data.vocab_size",
     "data.document_mask",
     "tokenizer.",
+    "adapter.",
     "optimizer.name",
 )
 """Keys that make another run: another model, other data, another state."""
-FREE_IN_FIXED = ("model.mlp_chunks", "model.mlp_chunk_blocks", "model.dropout", "tokenizer.path")
-"""The data, tokenizer included, is known by its content."""
+FREE_IN_FIXED = (
+    "model.path",
+    "model.mlp_chunks",
+    "model.mlp_chunk_blocks",
+    "model.dropout",
+    "tokenizer.path",
+)
+"""Data, tokenizer and the base of an adapter are known by their content."""
 ROUNDING = ("micro_batch", "accum")
 """Keys whose product is fixed: the same window in other pieces gives the same sums, rounded differently."""
 
@@ -64,6 +71,7 @@ def capture(
             "scaler": step.scaler.state_dict(),
             "data": loader.state_dict(),
             "random": random_states(step.device),
+            "base": model.base,
         },
         dimensions=model.dimensions,
         config_text=config_text,
@@ -75,6 +83,10 @@ def capture(
 def restore(checkpoint: Path, step: TrainStep, model: LanguageModel, loader: Windows) -> Progress:
     """Raises UserError if the model or the trained parameters are not those of the checkpoint."""
     state = read_state(checkpoint)
+    if state.get("base", "") != model.base:
+        raise UserError(
+            f"{checkpoint}: its adapter was trained on another base than model.path; bring that back"
+        )
     loader.load_state_dict(state["data"])
     parameters = model.saved_parameters()
     owner = {p: update for update in step.updates for p in parameters_of(update)}

@@ -102,6 +102,8 @@ class LanguageModel(nn.Module):
     head: nn.Linear
     segments: list[Segment]
     elsewhere: WeightHome | None = None
+    base: str = ""
+    """A fingerprint of the frozen model that adapters sit on: what is saved does not hold it."""
 
     def front_parameters(self) -> list[nn.Parameter]:
         """What is read before the first segment."""

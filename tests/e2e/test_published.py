@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from command import Run
 from published import causal_lm, make
+from safetensors.torch import load_file, save_file
 
 TEXT = "".join(f"line {number}: the quick brown fox\n" for number in range(400))
 SIZES = ("seq_len=16", "micro_batch=2", "steps=4", "eval_every=0", "eval_sequences=4", "log_every=1",
@@ -58,6 +59,22 @@ def test_trained_resumed_and_exported(run: Run, place: Path, tmp_path: Path, ada
     assert done.returncode == 0, done.stderr
     assert str(causal_lm(out).dtype) == "torch.bfloat16"
     assert (out / "tokenizer.json").exists()
+
+
+def test_a_base_is_known_by_its_content(run: Run, place: Path, tmp_path: Path) -> None:
+    common = ("model=hf", "adapter=lora", "plan=off", "save_every=2", "keep=-1", *SIZES)
+    run(*common, "model.path=model", cwd=place, folder=tmp_path / "first")
+    half = f"resume={tmp_path / 'first/checkpoints/step_00000002'}"
+    for name in ("moved", "other"):
+        shutil.copytree(place / "model", tmp_path / name)
+    moved = run(*common, half, f"model.path={tmp_path / 'moved'}", cwd=place)
+    assert moved.returncode == 0, moved.stderr
+    file = tmp_path / "other/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, file)
+    refused = run(*common, half, f"model.path={tmp_path / 'other'}", cwd=place)
+    assert refused.returncode == 2 and "another base than model.path" in refused.stderr
 
 
 def test_a_checkpoint_of_an_adapter_holds_the_adapter(

@@ -1,5 +1,6 @@
 """Weights of a Hugging Face folder or a .gguf file, into parameters: a few rows in memory at a time."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,18 @@ class Source:
             else:
                 self._tensors = stored_tensors(self.path)
         return self._tensors
+
+    def fingerprint(self) -> str:
+        """Of names, types, shapes and a sample of the values: two copies of a model have one."""
+        found = hashlib.sha256()
+        for name in sorted(self.tensors):
+            stored = self.tensors[name]
+            found.update(f"{name} {stored.dtype} {tuple(stored.shape)}".encode())
+            for first in sorted({0, stored.shape[0] // 2, stored.shape[0] - 1}):
+                row = torch.empty(1, *stored.shape[1:], dtype=stored.dtype)
+                stored.read(first, row)
+                found.update(row.view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def check(self, rows: Sequence[Rows], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Names and shapes, from headers alone; `shapes` are those of our parameters. Raises UserError."""
