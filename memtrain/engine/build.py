@@ -278,6 +278,7 @@ def check_wrapped(config: Config, path: Path) -> None:
     """Raises UserError for what only our own Transformer does."""
     for key, value, plain in (
         ("model.mlp_chunks", config.model.mlp_chunks, 1),
+        ("model.dropout", config.model.dropout, 0.0),
         ("compile", config.compile, "off"),
         ("data.document_mask", str(config.data.document_mask).lower(), "false"),
     ):

@@ -23,10 +23,8 @@ from memtrain.model.transformer import Transformer
 
 def apply_train_only(config: Config, model: LanguageModel) -> None:
     """Freeze what is not named, and say what the gradients of the rest are kept in."""
-    if config.adapter.name == "none":
-        chosen = trained_names(config, [name for name, _ in model.named_parameters()])
-    else:
-        chosen = trained_beside(config, model)
+    beside_a_base = config.adapter.name != "none"
+    chosen = trained_beside(config, model) if beside_a_base else trained_names(config, model)
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(config.precision.gradients or "")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
@@ -34,26 +32,30 @@ def apply_train_only(config: Config, model: LanguageModel) -> None:
             parameter.grad_dtype = wanted
 
 
-def trained_names(config: Config, names: list[str]) -> set[str]:
+def trained_names(config: Config, model: LanguageModel) -> set[str]:
     """Raises UserError for a part of `model.train_only` that names no parameter."""
+    names = [name for name, _ in model.named_parameters()]
     if config.model.train_only is None:
         return set(names)
     found: set[str] = set()
     for part in str(config.model.train_only).split(","):
-        named = named_parameters(part.strip(), names, config.model.n_layers)
+        named = named_parameters(part.strip(), model)
         if not named:
             raise UserError(
                 f"model.train_only={part.strip()}: names no parameter; use blocks (last 2, 0-3) or patterns such as "
-                f"{names[0]} or blocks.*.mlp.*"
+                f"{names[0]} or *.mlp.*"
             )
         found |= named
     return found
 
 
-def named_parameters(part: str, names: list[str], n_layers: int) -> set[str]:
+def named_parameters(part: str, model: LanguageModel) -> set[str]:
+    """By blocks, or by a pattern of names."""
+    names = dict(model.named_parameters())
     if re.fullmatch(r"all|\d+(-\d+)?|(every|first|last) \d+", part):
-        blocks = {f"blocks.{index}." for index in named_blocks(part, n_layers, "model.train_only")}
-        return {name for name in names if name.startswith(tuple(blocks))}
+        chosen = named_blocks(part, len(model.blocks), "model.train_only")
+        inside = {p for index in chosen for p in model.blocks[index].parameters()}
+        return {name for name, parameter in names.items() if parameter in inside}
     return set(fnmatch.filter(names, part))
 
 
