@@ -84,13 +84,14 @@ def _llama_config(d: Dimensions) -> dict[str, Any]:
 
 
 def _llama_kind(d: Dimensions) -> str:
+    """`d` as `spelled_out` gives it."""
     if d.qk_norm:
         return "qwen3"
-    if d.no_rope_layers or (d.window is not None and d.window_layers is not None):
-        return "smollm3"
-    if d.qkv_bias and not d.out_bias:
+    if d.qkv_bias and not d.out_bias and not d.no_rope_layers:
         return "qwen2"
-    return "llama" if d.window is None else "mistral"
+    if d.no_rope_layers or len(d.windowed) not in (0, d.n_layers):
+        return "smollm3"
+    return "mistral" if d.windowed else "llama"
 
 
 def _rope_scaling_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
