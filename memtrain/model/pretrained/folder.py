@@ -7,6 +7,7 @@ tokenizer files, generation_config.json
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,18 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self, first: int, buffer: Tensor) -> None:
-        """Fills `buffer` (n, ...), of the same dtype, with the rows from `first` on."""
-        row_bytes = buffer[:1].nbytes
-        into = buffer.view(torch.uint8).numpy().reshape(-1).data
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start + first * row_bytes)
-            filled = 0
-            while filled < buffer.nbytes:
-                n_bytes = file.readinto(into[filled:])
-                if not n_bytes:
-                    raise UserError(f"{self.path}: has become shorter while it was read")
-                filled += n_bytes
+    def rows(self, first: int, n: int) -> Tensor:
+        """(n, ...): a view of the mapped file."""
+        row_bytes = self.dtype.itemsize * torch.Size(self.shape[1:]).numel()
+        start = self.start + first * row_bytes
+        values = mapped(self.path)[start : start + n * row_bytes].view(self.dtype)
+        return values.view(n, *self.shape[1:])
+
+
+@lru_cache(maxsize=4)
+def mapped(path: Path) -> Tensor:
+    """(bytes of the file,), uint8; nothing is read before it is looked at."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

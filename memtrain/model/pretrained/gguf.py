@@ -22,8 +22,8 @@ class Unpacked:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
 
-    def read(self, first: int, buffer: Tensor) -> None:
-        buffer.copy_(self.values[first : first + len(buffer)])
+    def rows(self, first: int, n: int) -> Tensor:
+        return self.values[first : first + n]
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from memtrain.model.pretrained.families import Rows
 from memtrain.model.pretrained.folder import read_config, stored_tensors
 from memtrain.units import MIB
 
-PIECE_BYTES = 8 * MIB
-"""Read, checked and copied at a time: fits a cache."""
+PIECE_BYTES = 16 * MIB
+"""Copied and checked at a time: in a cache both times, and enough for the threads of a copy."""
 
 NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$")
 """Tables that old versions of transformers have stored."""
@@ -31,7 +31,7 @@ class Readable(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def read(self, first: int, buffer: Tensor) -> None: ...
+    def rows(self, first: int, n: int) -> Tensor: ...
 
 
 class Source:
@@ -70,8 +70,7 @@ class Source:
             stored = self.tensors[name]
             found.update(f"{name} {stored.dtype} {tuple(stored.shape)}".encode())
             for first in sorted({0, stored.shape[0] // 2, stored.shape[0] - 1}):
-                row = torch.empty(1, *stored.shape[1:], dtype=stored.dtype)
-                stored.read(first, row)
+                row = stored.rows(first, 1).contiguous().view(-1)
                 found.update(row.view(torch.uint8).numpy().data)
         return found.hexdigest()
 
@@ -175,21 +174,18 @@ def shapes_of_theirs(group: Rows, shapes: Mapping[str, tuple[int, ...]]) -> list
 def copy_rows(stored: Readable, first: int, target: Tensor, not_finite: Exception) -> None:
     """`target` becomes the rows from `first` on; raises `not_finite` for such values."""
     for start, piece in pieces(stored, first, len(target)):
-        # a sum is not finite if one value is not, or if it overflows
-        if not piece.sum(dtype=torch.float32).isfinite() and not piece.isfinite().all():
-            raise not_finite
         target[start : start + len(piece)].copy_(piece)
+        # a sum is not finite if one value is not, or if it overflows
+        if not piece.sum().isfinite() and not piece.isfinite().all():
+            raise not_finite
 
 
 def pieces(stored: Readable, first: int, n_rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Rows `first` to `first + n_rows`, a piece after the other, in one buffer."""
+    """Rows `first` to `first + n_rows`, a piece after the other."""
     row_bytes = stored.dtype.itemsize * torch.Size(stored.shape[1:]).numel()
     step = max(1, min(n_rows, PIECE_BYTES // row_bytes))
-    buffer = torch.empty(step, *stored.shape[1:], dtype=stored.dtype)
     for start in range(0, n_rows, step):
-        piece = buffer[: n_rows - start]
-        stored.read(first + start, piece)
-        yield start, piece
+        yield start, stored.rows(first + start, min(step, n_rows - start))
 
 
 def equal(one: Readable, other: Readable) -> bool:
