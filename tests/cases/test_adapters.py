@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from published import VOCAB, causal_lm, make
+from hf_models import VOCAB, causal_lm, make
 from safetensors.torch import load_file, save_file
 from workbench import CPU, Workbench
 

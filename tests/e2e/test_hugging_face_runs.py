@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from command import Run
-from published import causal_lm, make
+from hf_models import causal_lm, make
 from safetensors.torch import load_file, save_file
 
 TEXT = "".join(f"line {number}: the quick brown fox\n" for number in range(400))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
-from published import VOCAB, causal_lm, make
+from hf_models import VOCAB, causal_lm, make
 from torch import Tensor
 from workbench import CPU, Workbench
 
