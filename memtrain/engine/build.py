@@ -44,7 +44,7 @@ from memtrain.data.tokenizer import (
 from memtrain.engine.adapt import AdaptedFill, adapt
 from memtrain.engine.build_updates import build_updates, file_store
 from memtrain.engine.peft_files import load_adapter
-from memtrain.engine.pretrained import Published, end_of_text, find_published
+from memtrain.engine.pretrained import Published, end_of_text, find_published, tokenizer_folder
 from memtrain.engine.schedule import Schedule, make_schedule
 from memtrain.engine.step import TrainStep
 from memtrain.engine.techniques import TECHNIQUES
@@ -107,7 +107,8 @@ def build_vocabulary(config: Config, base: Path) -> Vocabulary:
     wanted = config.tokenizer
     if wanted.kind == "model":
         assert config.model.path
-        folder = Path(config.model.path)
+        cache_dir = resolve_path(config.data.cache_dir, base)
+        folder = tokenizer_folder(Path(config.model.path), cache_dir)
         ends = wanted.end_of_text or end_of_text(folder)
         return Vocabulary("file", 0, folder / "tokenizer.json", ends)
     path = resolve_path(wanted.path, base) if wanted.path else None

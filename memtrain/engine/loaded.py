@@ -11,7 +11,7 @@ from memtrain.config import Config, parse
 from memtrain.config.published import is_published
 from memtrain.engine.build import adapts, build_dimensions, build_model
 from memtrain.engine.checkpoint import check_shapes, load_weights, read_config
-from memtrain.engine.pretrained import Published, end_of_text, find_published
+from memtrain.engine.pretrained import Published, end_of_text, find_published, tokenizer_folder
 from memtrain.errors import UserError
 from memtrain.model.adapters.lora import Lora, merged
 from memtrain.model.adapters.nf4 import NF4Linear
@@ -29,8 +29,16 @@ class Loaded:
     @property
     def end_of_text(self) -> str | None:
         """The token that the run's tokenizer ends a text with; None: one of the usual ones."""
-        path = self.config.model.path
-        return self.config.tokenizer.end_of_text or (end_of_text(Path(path)) if path else None)
+        folder = self.tokenizer_folder
+        return self.config.tokenizer.end_of_text or (end_of_text(folder) if folder else None)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Of the model that others trained, if its tokenizer was used and is still there."""
+        path = Path(self.config.model.path or "")
+        if self.config.tokenizer.kind != "model" or not path.exists():
+            return None
+        return tokenizer_folder(path, Path(self.config.data.cache_dir))
 
     def weight(self, name: str) -> Tensor:
         """A weight of the dense model, what adapters add to it included."""

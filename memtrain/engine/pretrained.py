@@ -76,6 +76,15 @@ def described(hf_config: dict[str, Any], config: Config) -> Dimensions:
     )
 
 
+def tokenizer_folder(path: Path, cache_dir: Path) -> Path:
+    """Where the tokenizer files of a folder, or of a .gguf file, are."""
+    if path.suffix != ".gguf":
+        return path
+    from memtrain.model.pretrained.gguf import write_gguf_tokenizer
+
+    return write_gguf_tokenizer(path, cache_dir)
+
+
 def end_of_text(folder: Path) -> str | None:
     """The token that ends a text, by the folder's tokenizer_config.json."""
     path = folder / "tokenizer_config.json"

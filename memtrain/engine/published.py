@@ -10,7 +10,7 @@ from memtrain.engine.peft_files import write_peft
 from memtrain.model.pretrained.as_family import hf_config_of
 from memtrain.model.pretrained.export import Tensors, tensors_as, write_folder
 from memtrain.model.pretrained.families import FAMILIES, shapes_of
-from memtrain.model.pretrained.folder import TOKENIZER_FILES, generation_config
+from memtrain.model.pretrained.folder import generation_config
 from memtrain.model.transformer import Transformer
 
 
@@ -21,11 +21,7 @@ def write_model(
     dtype = dtype or loaded.model.head.weight.dtype
     found = loaded.published
     source = found.path if found and found.path.is_dir() else None
-    tokenizer = (
-        source
-        if source and any((source / name).exists() for name in TOKENIZER_FILES)
-        else run_folder
-    )
+    tokenizer = loaded.tokenizer_folder or run_folder
     if isinstance(loaded.model, Transformer):
         dimensions = loaded.model.dimensions
         hf_config = found.config if found else hf_config_of(dimensions)

@@ -1,5 +1,8 @@
 """A .gguf file by transformers' own reader: all of it is unpacked in host memory, in fp32."""
 
+import hashlib
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,21 @@ def read_gguf_tensors(path: Path) -> dict[str, Unpacked]:
         if seen.setdefault(values.data_ptr(), name) == name:  # a tied head is the embedding
             found[name] = Unpacked(values)
     return found
+
+
+def write_gguf_tokenizer(path: Path, cache_dir: Path) -> Path:
+    """The folder, in the cache, with the tokenizer that transformers makes of it, chat template included."""
+    about = path.stat()
+    key = hashlib.sha256(f"{path.name} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()
+    folder = cache_dir / f"gguf-{key[:16]}"
+    if not folder.exists():
+        new = folder.with_name(f".{folder.name}.{os.getpid()}")
+        _read(path, "AutoTokenizer").save_pretrained(new)
+        try:
+            new.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(new, ignore_errors=True)
+    return folder
 
 
 def _read(path: Path, reader: str, **options: Any) -> Any:
