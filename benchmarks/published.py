@@ -6,7 +6,8 @@
     python benchmarks/published.py --rows published_peaks.csv --packages old
 
 A row is a transformers causal language model (`hf_config`, relative to the CSV) in one training step: loss inside the
-model from full logits, gradient checkpointing, AdamW, clipping; with `lora_rank`, peft adapters under autocast. Two
+model from full logits, gradient checkpointing, AdamW, clipping; with `lora_rank`, peft adapters under autocast; with
+`quantization` nf4, bitsandbytes' 4-bit layers (double quantization), and fp32 norms where the id says baseline. Two
 steps on the phantom say what it takes. Other versions of transformers keep other tensors alive: see the note column.
 """
 
@@ -19,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import nf4_modules
 import torch
 from measure import print_rows, save_result
 from torch import nn
@@ -83,8 +85,8 @@ def read_rows(path: Path) -> list[Row]:
 def compare(row: Row, folder: Path) -> dict[str, Any]:
     """Predicted beside measured; a row that cannot be built here says why."""
     result: dict[str, Any] = {"id": row["id"], "note": note(row)}
-    if row["quantization"]:
-        return result | {"note": f"{row['quantization']} weights: not available in this version"}
+    if row["quantization"] not in ("", "nf4"):
+        return result | {"note": f"{row['quantization']} weights: only nf4 is predicted"}
     name = row["optimizer"].partition(" ")[0]
     if name.lower() != "adamw":
         return result | {"note": f"optimizer {name or 'not named'}: only adamw is predicted"}
@@ -112,6 +114,8 @@ def run(row: Row, folder: Path) -> Report:
     model = build(row, folder)
     with PhantomGPU(row["gpu"].replace("-", "_"), enforce_capacity=False) as gpu:
         model = model.to_empty(device=gpu.device)
+        if row["quantization"]:
+            nf4_modules.quantize_all(model, gpu.device, double=True)
         kind = row["optimizer"].partition(" ")[2] or "foreach"
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, **{kind: True})
@@ -151,10 +155,18 @@ def build(row: Row, folder: Path) -> nn.Module:
             attn_implementation="sdpa",
             **dtype_argument(getattr(torch, row["param_dtype"])),
         )
+        if row["quantization"]:
+            nf4_modules.pack_linears(model)
+            model.is_loaded_in_4bit = True
         if row["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if row["lora_rank"]:
             model = with_adapters(row, model)
+        if row["quantization"] and "baseline" in row["id"]:
+            # peft's prepare_model_for_kbit_training, then trl's casts: norms are fp32, the rest of the base is bf16
+            for name, module in model.named_modules():
+                if "norm" in name:
+                    module.to(torch.float32)
     return model.train()
 
 

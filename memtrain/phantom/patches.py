@@ -57,6 +57,13 @@ def behave_as_cuda(meter: Meter, stack: ExitStack) -> None:
         autocast.clear_weight_cache()
 
     _put(stack, torch, "clear_autocast_cache", clear_both)
+    is_enabled = torch.is_autocast_enabled
+
+    def is_autocast_enabled(*device_type: str) -> bool:
+        """Without a device it asks for CUDA's, as peft and apex do."""
+        return is_enabled(*(device_type or (meter.device_type,)))
+
+    _put(stack, torch, "is_autocast_enabled", is_autocast_enabled)
     hint = _as_on_cuda(meter.device_type, _meta_registrations.device_hint)
     _put(stack, _meta_registrations, "device_hint", hint)
     for types in FOREACH_TYPES:
