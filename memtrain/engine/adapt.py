@@ -50,11 +50,6 @@ def _native_sites(model: Transformer, family: Family) -> Iterator[Site]:
             names = [name.format(index) for name in ours]
             if "{}" not in ours[0] or not isinstance(modules.get(names[0]), nn.Linear | NF4Linear):
                 continue
-            if len(ours) > 1:
-                raise UserError(
-                    f"adapter: {theirs[0].rpartition('.')[2]} is two layers in memtrain's Transformer; "
-                    "use model.backend=transformers"
-                )
             heights = (
                 model.dimensions.heads.rows if len(theirs) > 1 else (rows_of(modules[names[0]]),)
             )

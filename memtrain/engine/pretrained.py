@@ -42,7 +42,10 @@ def find_published(config: Config) -> Published | None:
     family, why = None, "model.backend=transformers"
     if wanted.backend != "transformers":
         try:
-            family, why = find_family(hf_config), "every part of it is represented exactly"
+            family, why = (
+                usable_family(hf_config, config),
+                "every part of it is represented exactly",
+            )
         except NotNative as reason:
             if wanted.backend == "native":
                 raise UserError(
@@ -52,6 +55,16 @@ def find_published(config: Config) -> Published | None:
     dimensions = family.dimensions(hf_config) if family else described(hf_config, config)
     dimensions = replace(dimensions, dropout=wanted.dropout)
     return Published(path, hf_config, source, family, why, dimensions)
+
+
+def usable_family(hf_config: dict[str, Any], config: Config) -> Family:
+    """Raises NotNative where our Transformer does not represent the model, or its layers do not carry an adapter."""
+    family = find_family(hf_config)
+    if config.adapter.name != "none":
+        for ours, theirs in family.table:
+            if len(ours) > 1:
+                raise NotNative(f"single {theirs[0].rpartition('.')[2]} for an adapter to sit on")
+    return family
 
 
 def described(hf_config: dict[str, Any], config: Config) -> Dimensions:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from memtrain.config.derived import blocks_with, named_blocks, offloaded_blocks, segment_blocks
 from memtrain.config.tree import Config
@@ -95,7 +96,19 @@ def apply_activation_offload(config: Config, model: LanguageModel) -> None:
 
 def apply_param_offload(config: Config, model: LanguageModel) -> None:
     if isinstance(model.elsewhere, ParamOffload):
+        check_front(config, model)
         model.elsewhere.wrap(model)
+
+
+def check_front(config: Config, model: LanguageModel) -> None:
+    """What is in no layer is gone after the first one. Raises UserError where that is more than embeddings."""
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    front = {p for p in model.front_parameters() if p.ndim >= 2} - tables
+    names = [name for name, parameter in model.named_parameters() if parameter in front]
+    if names:
+        raise UserError(
+            f"offload={config.offload.mode}: {names[0]} is in no layer of the model; use offload=optimizer"
+        )
 
 
 def apply_compile(config: Config, model: LanguageModel) -> None:

@@ -52,7 +52,10 @@ def run_folder_of(folder: Path) -> Path:
 def finished_run(config: Config, place: Place, wanted: str | None, key: str) -> Path:
     """What `wanted` names, else the newest finished run of this name. Raises UserError if there is none."""
     if wanted:
-        return resolve_path(wanted, place.base)
+        path = resolve_path(wanted, place.base)
+        if not path.is_dir():
+            raise UserError(f"{key}={wanted}: no such folder; name a run's or a checkpoint's")
+        return path
     runs = place.runs or place.folder.parent
     weights = runs.glob(f"*/{WEIGHTS}")
     with_text = (path for path in weights if (path.parent / "tokenizer.json").exists())

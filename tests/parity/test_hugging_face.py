@@ -187,6 +187,26 @@ def test_what_cannot_be_is_said_in_a_line(hf, bench, overrides, said):
     assert "\n" not in str(error.value)
 
 
+def test_matrices_outside_the_layers_are_not_offloaded(config, bench, tmp_path):
+    """OPT's small models project the embedding, and back after the last layer."""
+    folder = make("opt", tmp_path / "opt", ffn_dim=64, word_embed_proj_dim=16)
+    wanted = config(
+        "debug=tiny", "model=hf", f"model.path={folder}", "device=cpu", "offload=params"
+    )
+    with pytest.raises(UserError, match="is in no layer of the model"):
+        losses(wanted, 0, bench)
+
+
+def test_an_adapter_on_a_fused_matrix_stays_with_transformers(config, tmp_path):
+    folder = make("phi3", tmp_path / "phi3", pad_token_id=0)
+    plain, adapted = (
+        find_published(config("debug=tiny", "task=plan", "model=hf", f"model.path={folder}", *more))
+        for more in ((), ("adapter=lora",))
+    )
+    assert plain.family is not None and adapted.family is None
+    assert "gate_up_proj" in adapted.why
+
+
 def test_an_adapter_of_another_base_is_refused(hf, bench, tmp_path):
     pytest.importorskip("peft")
     write_adapter(losses(hf("llama", "adapter=lora"), 0, bench)[1], tmp_path / "adapter")
