@@ -3,12 +3,12 @@
 import difflib
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from memtrain.cards import CONF_DIR
+from memtrain.cards import CONF_DIR, load_yaml
 from memtrain.config.bounds import is_finite
 from memtrain.config.published import with_published_layers
 from memtrain.config.rules import RULES
@@ -35,6 +35,20 @@ def all_keys(cls: type[Any] | None = None, path: str = "") -> Iterator[str]:
             yield from all_keys(hint, f"{path}{name}.")  # type: ignore[arg-type]
         else:
             yield f"{path}{name}"
+
+
+def completed(tree: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A tree of an older version, with today's defaults of the keys that it did not have."""
+    if defaults is None:
+        whole = load_yaml(CONF_DIR / "config.yaml")
+        defaults = {key: whole[key] for key in whole.keys() - {"defaults", "hydra"}}
+    found = dict(tree)
+    for key, default in defaults.items():
+        if isinstance(default, Mapping) and isinstance(found.get(key, {}), Mapping):
+            found[key] = completed(found.get(key, {}), default)
+        else:
+            found.setdefault(key, default)
+    return found
 
 
 def parse(tree: dict[str, Any]) -> Config:

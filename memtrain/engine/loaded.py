@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memtrain.config import Config, parse
 from memtrain.config.published import is_published
+from memtrain.config.read import completed
 from memtrain.engine.build import adapts, build_dimensions, build_model
 from memtrain.engine.checkpoint import check_shapes, load_weights, read_config
 from memtrain.engine.pretrained import Published, end_of_text, find_published, tokenizer_folder
@@ -53,7 +54,7 @@ class Loaded:
 
 def load_run(folder: Path, device: torch.device) -> Loaded:
     """In evaluation mode. Raises UserError where files do not fit."""
-    config = parse(read_config(folder))
+    config = parse(completed(read_config(folder)))
     if not is_published(config) and not adapts(config):
         return Loaded(config, None, load_weights(folder, device))
     plain = replace(

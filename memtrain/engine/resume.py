@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtrain.config.read import completed
 from memtrain.data.loader import Windows
 from memtrain.device import random_states, set_random_states
 from memtrain.engine.checkpoint import Contents, not_ours, read_state, restore_tensors
@@ -125,8 +126,12 @@ def last_good(run_folder: Path, before: int, so_far: int) -> Path | None:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, then, now) of every key that differs; what only one of them knows is None in the other."""
-    before, after = flat(old), flat(new)
+    """(key, then, now) of every key that differs.
+
+    What `old` does not know, being of an older version, had the default of today; what `new` does not know is None.
+    """
+    after, known = flat(new), flat(completed(old))
+    before = flat(old) | {key: known[key] for key in after if key in known}
     keys = [*before, *(key for key in after if key not in before)]
     pairs = ((key, before.get(key), after.get(key)) for key in keys)
     return [(key, then, now) for key, then, now in pairs if then != now and key != "resume"]
