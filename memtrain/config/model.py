@@ -20,7 +20,7 @@ class RopeScalingConfig:
 
     kind: Literal["none", "linear", "llama3", "yarn"]
     """none: as they are; linear: all divided by `factor`; llama3 and yarn: the slow ones."""
-    factor: Annotated[float, Range(low=1, high=10**6)]
+    factor: Annotated[float, Range(1, 10**6)]
     """How many times longer."""
     original_max_seq_len: NonNegative
     """For llama3 and yarn: the sequences of pretraining."""

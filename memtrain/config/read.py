@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from memtrain.cards import CONF_DIR, load_yaml
-from memtrain.config.bounds import is_finite
 from memtrain.config.published import with_published_layers
 from memtrain.config.rules import RULES
 from memtrain.config.tree import Config
 from memtrain.errors import UserError
+
+WANTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text (quote it: {key}='\"{value}\"')",
+    list: "a list, as in {key}=[...]",
+}
 
 
 def similar_keys(wrong: str) -> list[str]:
@@ -80,65 +87,38 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     """`value` as the annotated type, without guessing: "off" is not False, True is not 1."""
     if is_dataclass(hint):
         return _build(hint, value, f"{key}.")  # type: ignore[arg-type]
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        number = _convert_plain(arguments[0], value, key)
-        if not arguments[1].allows(number):
-            shown = value if is_finite(number) else number  # an int may have a hundred digits
-            raise UserError(f"{key}={shown}: {arguments[1].refusal_of(number)}")
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    fitting = [option for option in options if _fits(value, _plain(option))]
+    option = (fitting or options)[0]
+    if get_origin(option) is Literal and value not in get_args(option):
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise UserError(f"{key}={shown}: choose one of {', '.join(get_args(option))}")
+    if not fitting:
+        wanted = WANTED[_plain(option)].format(key=key, value=value)
+        raise UserError(f"{key}={value}: must be {wanted}")
+    if isinstance(value, list):
+        return [_convert(get_args(option)[0], item, key) for item in value]
+    return _in_range(option, value, key) if get_origin(option) is Annotated else value
+
+
+def _plain(option: Any) -> Any:
+    """The type without its range, its choices, or what the list holds."""
+    origin = get_origin(option)
+    return {Annotated: get_args(option)[:1], Literal: (str,), None: (option,)}.get(
+        origin, (origin,)
+    )[0]
+
+
+def _fits(value: Any, kind: type) -> bool:
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def _in_range(option: Any, value: float, key: str) -> float:
+    kind, limits = get_args(option)
+    number = float(str(value)) if kind is float else value  # of an int of any length: infinite
+    if limits.allows(number):
         return number
-    if origin is Literal:
-        if isinstance(value, str) and value in arguments:
-            return value
-        shown = (
-            {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
-        )
-        raise UserError(f"{key}={shown}: choose one of {', '.join(arguments)}")
-    if origin in (Union, types.UnionType):
-        return _convert_union(arguments, value, key)
-    if origin is list:
-        if not isinstance(value, list):
-            raise UserError(f"{key}={value}: must be a list, as in {key}=[...]")
-        return [_convert(arguments[0], item, key) for item in value]
-    plain = _convert_plain(hint, value, key)
-    if hint is float and not is_finite(plain):
-        raise UserError(f"{key}={plain}: must be a finite number")
-    return plain
-
-
-def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
-    if value is None and type(None) in choices:
-        return None
-    real = [choice for choice in choices if choice is not type(None)]
-    fitting = [choice for choice in real if _may_be(choice, value)]
-    return _convert((fitting or real)[0], value, key)
-
-
-def _may_be(hint: Any, value: Any) -> bool:
-    """Whether `value` looks like what `hint` wants, to pick one of several."""
-    origin = get_origin(hint)
-    if origin is Annotated:
-        hint, origin = get_args(hint)[0], None
-    if origin is Literal:
-        return isinstance(value, str)
-    if origin is list:
-        return isinstance(value, list)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number if hint is float else isinstance(value, hint) and not isinstance(value, bool)
-
-
-def _convert_plain(kind: type, value: Any, key: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
-    wanted = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: f"text (quote it: {key}='\"{value}\"')",
-    }[kind]
-    raise UserError(f"{key}={value}: must be {wanted}")
+    if kind is int or math.isfinite(number):
+        raise UserError(f"{key}={value}: must be {limits}")
+    name = "nan" if math.isnan(number) else "infinite"
+    raise UserError(f"{key}={number}: must be {limits}, not {name}")

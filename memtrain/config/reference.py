@@ -83,7 +83,7 @@ def type_text(hint: Any) -> str:
     """As in `whole number, at least 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return ", ".join(filter(None, (type_text(arguments[0]), bounds_text(arguments[1]))))
+        return f"{type_text(arguments[0])}, {bounds_text(arguments[1])}"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
@@ -95,9 +95,8 @@ def type_text(hint: Any) -> str:
 
 
 def bounds_text(bounds: Range) -> str:
-    """Without those that only catch slips of the finger."""
-    high = bounds.high if bounds.high is not None and bounds.high < 10**6 else None
-    return str(Range(bounds.low, high, bounds.above))
+    """Without a bound that only catches slips of the finger."""
+    return str(bounds) if bounds.high < 10**6 else bounds.low_text
 
 
 def page() -> str:
@@ -209,8 +208,8 @@ def plain_schemas(hint: Any) -> list[dict[str, Any]]:
 
 
 def limits(bounds: Range) -> dict[str, float]:
-    named = {"minimum": bounds.low, "maximum": bounds.high, "exclusiveMinimum": bounds.above}
-    return {name: value for name, value in named.items() if value is not None}
+    low = "exclusiveMinimum" if bounds.above else "minimum"
+    return {low: bounds.low, "maximum": bounds.high}
 
 
 def rendered() -> dict[Path, str]:

@@ -25,7 +25,7 @@ class DataConfig:
     path: str | list[str] | None
     """Files, folders or globs for `text` and `jsonl`; the token file for `tokens`. Relative to where the command was
     typed."""
-    val_fraction: Annotated[float, Range(low=0, high=0.5)]
+    val_fraction: Annotated[float, Range(0, 0.5)]
     """Share of the files held out for validation; with one file, the share of its tokens at the end. For `jsonl`: share
     of the documents."""
     shuffle: bool
@@ -44,7 +44,7 @@ class DataConfig:
 class TokenizerConfig:
     kind: Literal["bytes", "bpe", "file", "model"]
     """bytes; bpe: trained on the corpus; file: `path`; model: that of `model.path`."""
-    vocab_size: Annotated[int, Range(low=257, high=10**9)]
+    vocab_size: Annotated[int, Range(257, 10**9)]
     """For `bpe`: size of the vocabulary trained on the corpus."""
     path: str | None
     """For `file`: any tokenizer.json."""
@@ -114,11 +114,11 @@ class OffloadConfig:
     files under `nvme_dir`."""
     gradients: bool
     """For `optimizer` and `optimizer_nvme`: gradients leave after every micro-batch and add up on the host."""
-    optimizer_fraction: Annotated[float, Range(above=0, high=1)]
+    optimizer_fraction: Annotated[float, Range(0, 1, above=True)]
     """For `optimizer` and `optimizer_nvme`: share of the parameters whose optimizer is on the host."""
     nvme_dir: str | None
     """For the _nvme modes: an existing folder; the run makes one of its own in it and removes it at the end."""
-    nvme_buffer_mib: Annotated[int, Range(low=16, high=10**9)]
+    nvme_buffer_mib: Annotated[int, Range(16, 10**9)]
     """For the _nvme modes: host memory for what is read ahead and written behind, in MiB."""
     min_tensor_bytes: NonNegative
     """For `activations`: smaller saved tensors stay on the device."""
@@ -202,10 +202,10 @@ class GpuConfig(Card):
     fp8_tflops: NonNegativeFloat
     link_gb_s: Rate
     host_bandwidth_gb_s: Rate
-    compute_capability: Annotated[float, Range(low=1, high=99)]
+    compute_capability: Annotated[float, Range(1, 99)]
     context_mib: NonNegative
-    workspace_mib: Annotated[float, Range(low=0, high=10**6)]
-    efficiency: Annotated[float, Range(low=0.001, high=1)]
+    workspace_mib: Annotated[float, Range(0, 10**6)]
+    efficiency: Annotated[float, Range(0.001, 1)]
     auto: bool
     """Take the card in the machine if there is one; the values given here otherwise."""
 
@@ -254,11 +254,11 @@ class Config:
     """Names the folder of the run: <outputs>/runs/<name>/..."""
     outputs: str
     """The folder of all runs and sweeps. Relative to where the command was typed."""
-    seed: Annotated[int, Range(low=0, high=2**63 - 1)]
+    seed: Annotated[int, Range(0, 2**63 - 1)]
     """Of weights, data order, dropout and samples of text."""
     device: Literal["auto", "cpu", "cuda"]
     """auto: CUDA if there is a GPU, else the CPU."""
-    epochs: Annotated[float, Range(above=0, high=10**6)] | None
+    epochs: Annotated[float, Range(0, 10**6, above=True)] | None
     """Passes over the training data, or a part of one, in the place of `steps`: a plan does without the data."""
     steps: Positive | None
     """Optimizer steps; each consumes one window of `accum` micro-batches. null: `epochs` says how many."""
@@ -280,7 +280,7 @@ class Config:
     """Held-out sequences per validation, however they fall into micro-batches."""
     save_every: NonNegative
     """Steps between checkpoints, and one at the end; 0: only when a signal stops the run."""
-    keep: Annotated[int, Range(low=-1, high=10**9)]
+    keep: Annotated[int, Range(-1, 10**9)]
     """Checkpoints that stay beside the one with the least validation loss: the last so many whose step was finite, and
     the newest; -1: all."""
     resume: str | None
