@@ -120,13 +120,13 @@ class AdapterConfig:
     dropout: Probability
     """On what goes into the adapter."""
     targets: str | list[str]
-    """Layers with an adapter: all_linear, attention, or a list of patterns such as q_proj or *.mlp.*."""
+    """Layers with an adapter: all_linear, attention, or a list of patterns such as `q_proj` or `*.mlp.*`."""
     rslora: bool
     """Multiply by alpha / sqrt(rank) (Kalajdzievski 2023)."""
     dora: bool
     """Train the norm of each row of the weight, too (Liu et al. 2024)."""
     also_train: str | None
-    """Patterns of other parameters to train, several with commas, such as embedding.*; null: none."""
+    """Patterns of other parameters to train, several with commas, such as `embedding.*`; null: none."""
     base_dtype: Literal["fp32", "bf16"] | None
     """What frozen weights are stored in, for qlora those that are not packed; null: bf16 with precision=bf16 or
     bf16_true, else fp32."""

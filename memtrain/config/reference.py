@@ -6,6 +6,7 @@ python -m memtrain.config.reference        # or `make docs`, after a change to a
 import ast
 import inspect
 import json
+import re
 import sys
 import types
 from dataclasses import dataclass, fields, is_dataclass
@@ -30,16 +31,26 @@ Type a key as `python train.py key=value`, choose a file of a group as `group=ch
 
 ## Completion in your editor
 
-`docs/schema/` holds JSON schemas of the same keys, and `.vscode/settings.json` maps them to the files under `conf/`.
-Editors with the YAML language server (VS Code's YAML extension, Neovim, Emacs, Helix) then complete keys and choices
-in `conf/experiment/*.yaml` and the other groups, show the texts below, and flag a misspelt key. In a new
-`conf/experiment/new.yaml`, yaml-language-server 1.25 offers under `offload:`, after `mode: params`,
+`docs/schema/` holds JSON schemas of the same keys. Editors with the YAML language server then complete keys and choices
+under `conf/`, show the texts below, and flag a misspelt key. VS Code's YAML extension finds the schemas by
+`.vscode/settings.json`. For another editor, copy `yaml.schemas` from there into its language server's settings; for
+one file elsewhere, write `# yaml-language-server: $schema=<path>/docs/schema/root.json` into its first lines.
+
+In a new `conf/experiment/new.yaml`, yaml-language-server 1.25 offers under `offload:`, after `mode: params`,
 
     gradients, optimizer_fraction, nvme_dir, nvme_buffer_mib, min_tensor_bytes, activations_fraction, blocks
 
-and under `optimizer:`, after `name: a`,
+under `optimizer:`, after `name: a`,
 
     adamw, adamw_8bit, paged_adamw_8bit, lion, muon, adafactor, sgd
+
+in `defaults:`, after `- override /precision: `,
+
+    bf16, bf16_true, fp16, fp32, fp8, null
+
+and says of a line `acum: 4`
+
+    Property acum is not allowed.
 """
 
 
@@ -108,21 +119,27 @@ def page() -> str:
         group = key.path.partition(".")[0] if "." in key.path else ""
         if group != section:
             section = group
-            parts.append(f"\n## {group}\n{choices_line(group)}")
+            parts.append(f"\n## {group}\n{choices_text(group)}")
         parts.append(entry(key, default_of(defaults, key.path), needs.get(key.path)))
+    for group in sorted(groups() - set(get_type_hints(Config))):
+        parts.append(f"\n## {group}\n\nSets keys of other sections.\n{choices_text(group)}")
     return "".join(parts)
 
 
-def choices_line(group: str) -> str:
-    names = names_in(group)
-    return f"\n`{group}=` {' '.join(f'`{name}`' for name in names)}\n" if names else ""
+def choices_text(group: str) -> str:
+    """A line for each file, with what its first comments say beside the command."""
+    lines = []
+    for file in files_in(group):
+        comments = re.findall(r"^# (?!@)(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        told = [re.sub(r"^python train\.py .*?(   +|$)", "", comment) for comment in comments]
+        lines.append(f"- `{group}={file.stem}`: {' '.join(filter(None, told))}\n")
+    return "".join(["\n", *lines]) if lines else ""
 
 
 def entry(key: Key, default: Any, needed: str | None) -> str:
     shown = json.dumps(default, ensure_ascii=False) if default is not ... else "of the card"
-    lines = [f"\n**`{key.path}`** · {type_text(key.hint)} · default `{shown}`\n"]
     text = f"{key.text} Has an effect only with {needed}." if needed else key.text
-    return "".join([*lines, f": {text}\n" if text else ""])
+    return f"\n**`{key.path}`** · {type_text(key.hint)} · default `{shown}`\\\n{text}\n"
 
 
 def default_of(defaults: dict[str, Any], path: str) -> Any:

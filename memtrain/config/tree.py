@@ -251,7 +251,7 @@ class Config:
     """train; plan: what a run needs, without running it; generate: text by a finished run; numerics: what float formats
     lose of the gradients; export: a run as a Hugging Face folder."""
     name: str
-    """Names the folder of the run: <outputs>/runs/<name>/..."""
+    """Names the folder of the run: `<outputs>/runs/<name>/...`"""
     outputs: str
     """The folder of all runs and sweeps. Relative to where the command was typed."""
     seed: Annotated[int, Range(0, 2**63 - 1)]
@@ -261,7 +261,8 @@ class Config:
     epochs: Annotated[float, Range(0, 10**6, above=True)] | None
     """Passes over the training data, or a part of one, in the place of `steps`: a plan does without the data."""
     steps: Positive | None
-    """Optimizer steps; each consumes one window of `accum` micro-batches. null: `epochs` says how many."""
+    """Optimizer steps; each consumes one window of `accum` micro-batches. null: `epochs` says how many. 300 where
+    neither is given."""
     micro_batch: Some
     """Sequences per forward and backward."""
     seq_len: Positive
