@@ -49,7 +49,7 @@ class TokenizerConfig:
     path: str | None
     """For `file`: any tokenizer.json."""
     end_of_text: str | None
-    """For `file`: the token that ends a document; null: one of the usual names."""
+    """For `file` and `model`: the token that ends a document; null: what the model says, or one of the usual names."""
 
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16_true", "fp8"]

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, fields
-from typing import get_type_hints
+from dataclasses import asdict, fields, replace
+from typing import get_args, get_type_hints
 
 import pytest
 from workbench import Workbench
@@ -11,7 +11,7 @@ from workbench import Workbench
 from memtrain.cards import Card
 from memtrain.config import Config, parse
 from memtrain.config.derived import last_segment, segment_blocks, with_steps
-from memtrain.config.effects import no_effect_warnings
+from memtrain.config.effects import EFFECTS, no_effect_warnings
 from memtrain.config.tree import GpuConfig
 from memtrain.errors import UserError
 
@@ -250,6 +250,7 @@ def test_blocks_of_a_segment(overrides: list[str], blocks: int, config: Compose)
         ),
         ("task=numerics model.dropout=0.1", "model.dropout=0.1 has no effect"),
         ("tokenizer=bytes tokenizer.vocab_size=300", "tokenizer.vocab_size=300 has no effect"),
+        ("tokenizer.end_of_text=x", "tokenizer.end_of_text=x has no effect without tokenizer=file"),
         ("loss=full loss.chunk_mib=1", "loss.chunk_mib=1 has no effect"),
     ],
 )
@@ -271,6 +272,33 @@ def test_a_setting_of_the_optimizer_that_has_it_does_not_warn(
     overrides: str, config: Compose
 ) -> None:
     assert no_effect_warnings(config(*overrides.split())) == []
+
+
+LISTED = re.compile(r"(?!model)[a-z]+=\w+((, \w+)* or \w+)?")
+
+
+@pytest.mark.parametrize(
+    ("key", "needed", "has"), [effect for effect in EFFECTS if LISTED.fullmatch(effect[1])]
+)
+def test_a_key_has_its_effect_with_every_choice_that_is_named_and_no_other(
+    key: str, needed: str, has: Callable[[Config], bool], config: Compose
+) -> None:
+    group, named = needed.split("=")
+    found = [choice for choice, chosen in every_choice(config(), group) if has(chosen)]
+    assert sorted(found) == sorted(re.split(", | or ", named))
+
+
+def every_choice(config: Config, group: str) -> list[tuple[str, Config]]:
+    """The first key of a group is the one that its files choose."""
+    if group == "task":
+        tasks = get_args(get_type_hints(Config)["task"])
+        return [(task, replace(config, task=task)) for task in tasks]
+    part = getattr(config, group)
+    key = fields(part)[0].name
+    choices = get_args(get_type_hints(type(part))[key])
+    return [
+        (choice, replace(config, **{group: replace(part, **{key: choice})})) for choice in choices
+    ]
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "lion", "muon", "paged_adamw_8bit"])
