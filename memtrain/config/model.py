@@ -21,7 +21,7 @@ class RopeScalingConfig:
     kind: Literal["none", "linear", "llama3", "yarn"]
     """none: as they are; linear: all divided by `factor`; llama3 and yarn: the slow ones."""
     factor: Annotated[float, Range(1, 10**6)]
-    """How many times longer."""
+    """How many times longer than in pretraining."""
     original_max_seq_len: NonNegative
     """For llama3 and yarn: the sequences of pretraining."""
     low_freq_factor: PositiveFloat

@@ -43,7 +43,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TokenizerConfig:
     kind: Literal["bytes", "bpe", "file", "model"]
-    """bytes; bpe: trained on the corpus; file: `path`; model: that of `model.path`."""
+    """bytes: one token a byte; bpe: trained on the corpus; file: `path`; model: that of `model.path`."""
     vocab_size: Annotated[int, Range(257, 10**9)]
     """For `bpe`: size of the vocabulary trained on the corpus."""
     path: str | None
@@ -135,13 +135,13 @@ class OptimizerConfig:
     implementation: Literal["fused", "foreach", "for_loop"]
     """For adamw and sgd. foreach holds one more copy of the weights in a step; for_loop is slow."""
     lr: PositiveFloat
-    """For muon, too, one for all: its updates are scaled to the size of AdamW's."""
+    """Peak learning rate, for muon, too: its updates are scaled to the size of AdamW's."""
     betas: list[Share]
     """Decay of the first and the second moment."""
     eps: PositiveFloat
     """Added to the root of the second moment."""
     momentum: Share
-    """For sgd and muon."""
+    """Momentum of sgd and muon."""
     weight_decay: NonNegativeFloat
     """On matrices only: never on norms, biases or anything with one dimension."""
     in_backward: bool
@@ -186,7 +186,7 @@ class ExportConfig:
     merge: bool
     """Add the adapter to its base and write one model; false: write the adapter alone."""
     dtype: Literal["fp32", "bf16", "fp16"] | None
-    """null: as stored."""
+    """What the weights are written in; null: as stored."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class GenerateConfig:
     tokens: NonNegative
     """New tokens; 0: no sample at the end of training."""
     temperature: NonNegativeFloat
-    """0 takes the likeliest token."""
+    """Logits are divided by it before a token is drawn; 0 takes the likeliest."""
     top_k: NonNegative
     """Draw among the k likeliest; 0: among all."""
 
@@ -255,7 +255,7 @@ class Config:
     outputs: str
     """The folder of all runs and sweeps. Relative to where the command was typed."""
     seed: Annotated[int, Range(0, 2**63 - 1)]
-    """Of weights, data order, dropout and samples of text."""
+    """Of all that is random: weights, data order, dropout and samples of text."""
     device: Literal["auto", "cpu", "cuda"]
     """auto: CUDA if there is a GPU, else the CPU."""
     epochs: Annotated[float, Range(0, 10**6, above=True)] | None
